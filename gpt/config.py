@@ -1,0 +1,231 @@
+"""Settings and where they come from: defaults < TOML file < flags. Imports no torch, so that --help is quick."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import sys
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FORMAT = 1  # of config.json and state.json
+
+
+def _setting(default, text):
+    return field(default=default, metadata={"help": text})
+
+
+def _require(ok, config, name, wanted):
+    if not ok:
+        raise ValueError(f"{name} is out of range ({getattr(config, name)}). It must be {wanted}.")
+
+
+def _one_of(values):
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. `norm` and `norm_layer` are looked up, and refused if unknown, where the model is built."""
+
+    vocab_size: int = 256  # comes with the tokenizer: neither a flag nor a key of a TOML file
+    norm: str = _setting("pre", "placement of the norms: pre, post, none, ... (BLOCKS in gpt/blocks.py)")
+    norm_layer: str = _setting("layernorm", "normalization layer (NORMS in gpt/norms.py)")
+    norm_eps: float = _setting(1e-5, "added to the variance, inside the root")
+    final_norm: bool | None = _setting(None, "a norm before the head; by default as the placement asks")
+    branch_init: str = _setting("gpt2", "branch output weights: gpt2 (std 0.02/sqrt(2 n_layers)), plain (0.02), zero")
+    n_layers: int = _setting(4, "number of blocks")
+    n_heads: int = _setting(4, "attention heads; must divide d_model")
+    d_model: int = _setting(192, "width of the residual stream")
+    context_length: int = _setting(128, "tokens the model can look back on")
+    dropout: float = _setting(0.0, "on each branch, before it is added to the stream")
+    bias: bool = _setting(True, "biases in linear layers and norms")
+    activation: str = _setting("gelu_tanh", "of the MLP: gelu_tanh (GPT-2's), gelu, relu")
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_layers", "n_heads", "d_model", "context_length"):
+            _require(getattr(self, name) >= 1, self, name, "1 or more")
+        _require(0 < self.norm_eps < math.inf, self, "norm_eps", "above 0, as 1e-5")
+        _require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
+        if self.d_model % self.n_heads:
+            near = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
+            near = sorted(near, key=lambda n: abs(n - self.n_heads))[:3]
+            raise ValueError(
+                f"n_heads must divide d_model ({self.n_heads} heads, width {self.d_model}). "
+                f"Use {_one_of(sorted(near))} heads, or another width."
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on. `TrainConfig()` is configs/tiny.toml, the default run."""
+
+    model: ModelConfig = ModelConfig()
+    data: str = _setting("python-docs", "corpus: python-docs, shakespeare, a UTF-8 text file or a folder of .txt files")
+    tokenizer: str = _setting("bytes", "bytes (256 ids) or gpt2 (50,257 ids)")
+    val_fraction: float = _setting(0.1, "last part of the corpus, held out; 0 turns evaluation off")
+    steps: int = _setting(1000, "optimizer updates")
+    batch_size: int = _setting(16, "sequences per step")
+    micro_batch_size: int | None = _setting(None, "sequences per forward pass; by default the whole batch")
+    lr: float = _setting(2e-3, "peak learning rate")
+    min_lr: float = _setting(2e-4, "learning rate at the last step")
+    warmup_steps: int = _setting(100, "steps of linear warm-up, then a cosine down to min_lr")
+    weight_decay: float = _setting(0.1, "AdamW's, on matrices only")
+    beta1: float = _setting(0.9, "AdamW's decay of the mean gradient")
+    beta2: float = _setting(0.99, "AdamW's decay of the mean squared gradient")
+    adam_eps: float = _setting(1e-8, "AdamW's term against division by zero")
+    grad_clip: float = _setting(1.0, "largest gradient norm; 0 turns clipping off")
+    eval_every: int = _setting(100, "steps between validation losses")
+    log_every: int = _setting(10, "steps between lines of metrics.jsonl")
+    save_every: int | None = _setting(None, "steps between checkpoints; by default at each evaluation")
+    keep: int = _setting(2, "newest checkpoints to keep, beside the best")
+    seed: int = _setting(1337, "of weights, batches, dropout and the closing sample")
+    device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps")
+    dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
+    compile: str = _setting("auto", "torch.compile: on, off, or auto (on a CUDA GPU)")
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "eval_every", "log_every", "keep"):
+            _require(getattr(self, name) >= 1, self, name, "1 or more")
+        for name in ("micro_batch_size", "save_every"):
+            _require(getattr(self, name) is None or getattr(self, name) >= 1, self, name, "1 or more")
+        for name in ("min_lr", "weight_decay", "grad_clip"):
+            _require(0 <= getattr(self, name) < math.inf, self, name, "0 or more")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, self, name, "at least 0 and below 1")
+        _require(0 < self.lr < math.inf, self, "lr", "above 0, as 1e-3")
+        _require(0 < self.adam_eps < math.inf, self, "adam_eps", "above 0, as 1e-8")
+        _require(0 <= self.val_fraction < 1, self, "val_fraction", "at least 0 and below 1")
+        _require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
+        _require(0 <= self.seed < 2**63, self, "seed", "at least 0 and below 2**63")
+        _require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr is above lr ({self.min_lr} > {self.lr}). Lower min_lr or raise lr.")
+        if self.batch_size % self.micro_size:
+            raise ValueError(
+                f"micro_batch_size must divide batch_size ({self.micro_size} and {self.batch_size}). "
+                f"Use {_one_of([n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0])}."
+            )
+
+    @property
+    def micro_size(self) -> int:
+        """Sequences in one forward pass."""
+        return self.micro_batch_size or self.batch_size
+
+
+def unknown(what: str, name: str, known) -> str:
+    """The message for a name that is not in `known`: the nearest ones, or all of them."""
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    hint = f"Did you mean {_one_of(near)}?" if near else f"Known: {', '.join(known)}."
+    return f"unknown {what} ({name}). {hint}"
+
+
+def lookup(table: dict, name: str, what: str):
+    """table[name]; raises ValueError with the nearest names where there is none."""
+    if name not in table:
+        raise ValueError(unknown(what, name, table))
+    return table[name]
+
+
+MODEL_SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.metadata}
+SETTINGS = MODEL_SETTINGS | {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata}
+
+
+def _typed(name, value):
+    """`value` as the type that the setting is declared with; an integer will do for a float."""
+    wanted = [t for t in (typing.get_args(SETTINGS[name].type) or [SETTINGS[name].type]) if t is not types.NoneType]
+    if value is None and SETTINGS[name].default is None:
+        return None
+    if type(value) is int and wanted == [float]:
+        return float(value)
+    if type(value) is not wanted[0]:
+        raise ValueError(f"{name} has the wrong type ({value!r}). It must be {_article(wanted[0])}.")
+    return value
+
+
+def _article(kind):
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}[kind]
+
+
+def configure(settings: dict, base: TrainConfig = TrainConfig()) -> TrainConfig:
+    """`base` with the flat `settings` of both dataclasses laid over it; ValueError for an unknown or a bad one."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise ValueError(unknown("setting", name, SETTINGS))
+    settings = {name: _typed(name, value) for name, value in settings.items()}
+    model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
+    rest = {name: value for name, value in settings.items() if name not in MODEL_SETTINGS}
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, **model), **rest)
+
+
+def flat(config: TrainConfig) -> dict:
+    """The opposite of `configure`: every setting of both dataclasses in one dict."""
+    return {name: getattr(config.model if name in MODEL_SETTINGS else config, name) for name in SETTINGS}
+
+
+def read_toml(path: str | Path) -> dict:
+    """The settings of a TOML file; ValueError if it cannot be read."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"cannot read the configuration ({Path(path).absolute()}: {error.strerror}). "
+            f"Name a .toml file, as configs/tiny.toml; a setting is a flag, as --steps 500."
+        ) from None
+    except ValueError as error:  # TOML's and UTF-8's errors are both ValueErrors
+        raise ValueError(f"{path} is not a TOML file ({error}). Write one `key = value` a line.") from None
+
+
+class CommandLine(argparse.ArgumentParser):
+    """argparse, with underscores for dashes, the nearest flag for a misspelt one and every error in one line."""
+
+    def __init__(self, **arguments):
+        super().__init__(allow_abbrev=False, **arguments)
+
+    def add_settings(self, names=SETTINGS):
+        """One flag for each setting. What the user does not give is absent from the parsed namespace."""
+        for name in names:
+            kind = next(iter(typing.get_args(SETTINGS[name].type)), SETTINGS[name].type)
+            how = {"type": kind, "metavar": kind.__name__}
+            if kind is bool:
+                how = {"action": argparse.BooleanOptionalAction}
+            default = SETTINGS[name].default
+            text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
+            self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
+
+    def parse_args(self, argv):
+        dashed = []
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            dashed.append((flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value)
+        known, extra = self.parse_known_args(dashed)
+        if extra:
+            flags = [option for action in self._actions for option in action.option_strings]
+            name = extra[0].partition("=")[0]
+            if name.startswith("-"):
+                self.error(unknown("flag", name, flags))
+            self.error(f"unexpected argument ({extra[0]}). A setting is a flag, as --steps 500.")
+        return known
+
+    def error(self, message):
+        self.exit(2, "error: " + " ".join(message.split()) + "\n")
+
+    def run(self, body: typing.Callable[[], int | None]):
+        """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1."""
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+        try:
+            sys.exit(body())
+        except BrokenPipeError:  # `sample.py | head`: the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except ValueError as error:
+            self.error(str(error))
+        except (OSError, FloatingPointError) as error:
+            self.exit(1, "error: " + " ".join(str(error).split()) + "\n")

@@ -1,0 +1,93 @@
+"""A corpus by name, file or folder -> documents of text -> one row of token ids."""
+
+import hashlib
+import os
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+CACHE = Path(__file__).parents[1] / "data"
+SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+
+
+def load(data: str, tokenizer) -> np.ndarray:
+    """Token ids, (N,) of tokenizer.dtype, of all documents of a corpus with the tokenizer's separator between them.
+
+    `data` is a key of CORPORA, a text file, or a folder whose .txt files, sorted by path, are a document each.
+    Text is UTF-8 and kept byte for byte, line ends included. Raises ValueError for what is missing, empty, not UTF-8.
+    """
+    documents = CORPORA[data]() if data in CORPORA else _read(Path(data))
+    separator = np.array(tokenizer.separator, dtype=tokenizer.dtype)
+    parts = [part for document in documents for part in (separator, tokenizer.encode(document))]
+    return np.concatenate(parts[1:])
+
+
+def name(data: str) -> str:
+    """A short name for a corpus, fit for a folder's name."""
+    return data if data in CORPORA else Path(data).absolute().stem
+
+
+def _read(path: Path) -> list[str]:
+    if not path.exists():
+        raise ValueError(
+            f"no corpus of that name and no such file ({path.absolute()}). "
+            f"Known names: {', '.join(CORPORA)}; else give a text file or a folder of .txt files."
+        )
+    if not path.is_dir():
+        return [_text(path)]
+    files = sorted(path.rglob("*.txt"))
+    if not files:
+        raise ValueError(f"no .txt file in the folder ({path.absolute()}). Put the corpus there as UTF-8 .txt files.")
+    return [_text(file) for file in files]
+
+
+def _text(path: Path) -> str:
+    raw = path.read_bytes()
+    if not raw.strip():
+        raise ValueError(f"the text is empty ({path}). Give a file with text in it.")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"not UTF-8 text ({path}, byte {raw[error.start]:#04x} at offset {error.start}). Convert the file to UTF-8."
+        ) from None
+
+
+def python_docs() -> list[str]:
+    """The language reference that every CPython carries for help(), about half a megabyte of English, by topic."""
+    from pydoc_data.topics import topics
+
+    return [topics[topic] for topic in sorted(topics)]
+
+
+def shakespeare() -> list[str]:
+    """Tiny Shakespeare, 1,115,394 bytes, downloaded on first use."""
+    path = CACHE / "shakespeare.txt"
+    if not path.exists():
+        download(*SHAKESPEARE, path)
+    return [_text(path)]
+
+
+def download(url: str, sha256: str, path: Path):
+    """Fetch `url` to `path`, whole and with that checksum, or leave nothing and raise ValueError."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+    except OSError as error:  # urllib's errors are OSErrors
+        reason = getattr(error, "reason", error)
+        raise ValueError(f"cannot download ({url}: {reason}). Fetch it another way and save it as {path}.") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ValueError(f"not the expected file ({url}: sha256 {found}, not {sha256}). Try again later.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+CORPORA = {"python-docs": python_docs, "shakespeare": shakespeare}

@@ -1,0 +1,138 @@
+"""Sampling, with a key-value cache that the model's attention layers hold while they are asked."""
+
+import codecs
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+
+
+class KVCache:
+    """The keys and values of one attention layer for the tokens so far, at most `length` of them."""
+
+    def __init__(self, length: int):
+        self.length, self.used = length, 0
+
+    def append(self, k, v):
+        """Add the (B, H, T, D) keys and values of T tokens; returns those of all tokens."""
+        if self.used == 0:
+            B, H, _, D = k.shape
+            self.k, self.v = k.new_empty(B, H, self.length, D), v.new_empty(B, H, self.length, D)
+        start, self.used = self.used, self.used + k.size(2)
+        self.k[:, :, start : self.used] = k
+        self.v[:, :, start : self.used] = v
+        return self.k[:, :, : self.used], self.v[:, :, : self.used]
+
+
+@contextlib.contextmanager
+def _inference(model, caches):
+    """Evaluation mode, no gradients, and the caches in their attention layers, for the length of a `with` block."""
+    training = model.training
+    layers = [module for module in model.modules() if hasattr(module, "cache")]
+    model.eval()
+    for layer, cache in zip(layers, caches):
+        layer.cache = cache
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.cache = None
+        model.train(training)
+
+
+def check(vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None):
+    """Raise ValueError for a sampling setting that is out of range or has no effect."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is out of range ({max_new_tokens}). It must be 1 or more.")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is out of range ({temperature}). It must be 0, which is greedy, or above.")
+    if top_k is not None and not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k is out of range ({top_k}). It must be from 1 to the vocabulary's size, {vocab_size}.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p is out of range ({top_p}). It must be above 0 and at most 1.")
+    if temperature == 0 and (top_k, top_p) != (None, None):
+        raise ValueError("top_k and top_p have no effect at temperature 0, which is greedy. Leave them out.")
+
+
+def choose(logits, temperature: float, top_k: int | None, top_p: float | None, generators) -> torch.Tensor:
+    """(B, V) logits -> (B,) ids on the CPU: the likeliest at temperature 0, else drawn from
+    softmax(logits / temperature) over the `top_k` likeliest ids, and of those the fewest that hold `top_p` of the
+    probability (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751). Row b draws from generators[b]."""
+    logits = logits.float().cpu()  # random numbers differ between devices
+    if temperature == 0:
+        return logits.argmax(-1)
+    count = logits.size(-1) if top_k is None else top_k
+    top, order = logits.topk(count) if top_k or top_p else (logits, None)
+    # Less the largest first, since a small temperature would overflow.
+    p = ((top - top.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    if top_p is not None:
+        p = p.where(p.cumsum(-1) - p < top_p, 0)
+    drawn = torch.stack([row.multinomial(1, generator=generator) for row, generator in zip(p, generators)])
+    return (drawn if order is None else order.gather(-1, drawn)).squeeze(-1)
+
+
+def stream(
+    model,
+    tokens,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    use_cache: bool = True,
+) -> Iterator[torch.Tensor]:
+    """Continue (B, T) tokens, T at least 1: yields `max_new_tokens` times the (B,) next ids, on the CPU.
+
+    The model sees the last context_length tokens. Row b draws from its own generator, seeded with seed + b. With the
+    cache each token is computed once until the context is full; from there on every step moves all positions by
+    one, so nothing can be kept and each step costs a whole context, with or without a cache.
+    Raises ValueError for settings that are out of range.
+    """
+    check(model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
+    context = model.config.context_length
+    generators = [torch.Generator() for _ in tokens]
+    for row, generator in enumerate(generators):
+        generator.seed() if seed is None else generator.manual_seed(seed + row)
+    caches = [KVCache(context) for _ in range(model.config.n_layers)] if use_cache else []
+    start = 0
+    for _ in range(max_new_tokens):
+        if tokens.size(1) > context:
+            tokens, caches, start = tokens[:, -context:], [], 0
+        with _inference(model, caches):
+            x = model.residual_stream(tokens[:, start:], start)
+            logits = model.readout(x[:, -1:])[:, 0]
+        if caches:
+            start = tokens.size(1)
+        ids = choose(logits, temperature, top_k, top_p, generators)
+        yield ids
+        tokens = torch.cat([tokens, ids[:, None].to(tokens.device)], dim=1)
+
+
+def generate(
+    model,
+    tokens,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    use_cache: bool = True,
+) -> torch.Tensor:
+    """(B, T) tokens -> (B, T + max_new_tokens), the tokens and what `stream` continues them with, on their device."""
+    new = list(stream(model, tokens, max_new_tokens, temperature, top_k, top_p, seed, use_cache))
+    return torch.cat([tokens, torch.stack(new, dim=1).to(tokens.device)], dim=1)
+
+
+def stream_text(model, tokenizer, prompt: str, max_new_tokens: int, **settings) -> Iterator[str]:
+    """Continue a text: yields pieces of whole characters until max_new_tokens or an end-of-text id. An empty prompt is
+    the tokenizer's own start. The other settings are those of `stream`."""
+    device = model.token_embedding.weight.device
+    tokens = torch.tensor([tokenizer.encode_prompt(prompt or tokenizer.start).tolist()], device=device)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for ids in stream(model, tokens, max_new_tokens, **settings):
+        if ids[0] == tokenizer.end_of_text:
+            break
+        yield decoder.decode(tokenizer.decode_bytes(ids.tolist()))
+    yield decoder.decode(b"", final=True)

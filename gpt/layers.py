@@ -1,0 +1,53 @@
+"""The two branches of a block. Shapes: B batch, T tokens, C channels (d_model), H heads, D = C / H."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt.config import ModelConfig, lookup
+
+ACTIVATIONS = {"gelu_tanh": lambda: nn.GELU(approximate="tanh"), "gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, (B, T, C) -> (B, T, C).
+
+    `cache` is None, or an object whose `append(k, v)` takes the (B, H, T, D) keys and values of these T tokens and
+    returns those of all tokens so far. gpt/generate.py sets it; nothing else in the model knows of it.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+        self.cache = None
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q_BHTD, k_BHTD, v_BHTD = (
+            part.view(B, T, self.n_heads, C // self.n_heads).transpose(1, 2) for part in self.qkv(x).split(C, dim=-1)
+        )
+        mask = None
+        if self.cache is not None:
+            k_BHTD, v_BHTD = self.cache.append(k_BHTD, v_BHTD)
+            past = k_BHTD.size(2) - T
+            if past and T > 1:  # is_causal counts from the upper left corner, so it would hide the past
+                mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask, is_causal=mask is None and T > 1)
+        return self.dropout(self.out(y_BHTD.transpose(1, 2).reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    """Two linear layers with an activation between, four times as wide inside, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(config.d_model, 4 * config.d_model, bias=config.bias)
+        self.activation = lookup(ACTIVATIONS, config.activation, "activation")()
+        self.down = nn.Linear(4 * config.d_model, config.d_model, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        return self.dropout(self.down(self.activation(self.up(x))))

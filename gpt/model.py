@@ -1,0 +1,56 @@
+"""GPT: embed -> blocks -> final norm -> logits."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from gpt.blocks import BLOCKS, make_norm
+from gpt.config import ModelConfig, lookup
+from gpt.norms import NORMS
+
+
+class GPT(nn.Module):
+    """GPT-2 with the block that `config.norm` names (Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners"). Maps (B, T) int64 tokens to (B, T, vocab_size) logits.
+
+    The head has no weight of its own: it reads the stream with the token embedding's.
+    Raises ValueError for a name in the configuration that does not exist.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        for embedding in (self.token_embedding, self.position_embedding):
+            nn.init.normal_(embedding.weight, std=0.02)
+        block = lookup(BLOCKS, config.norm, "norm")
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(1, config.n_layers + 1))
+        wanted = self.blocks[-1].needs_final_norm if config.final_norm is None else config.final_norm
+        self.final_norm = make_norm(config) if wanted else nn.Identity()
+
+    def forward(self, tokens):
+        return self.readout(self.residual_stream(tokens))
+
+    def residual_stream(self, tokens, start: int = 0):
+        """(B, T) tokens, the first at position `start`, -> the (B, T, d_model) stream after the last block."""
+        end = start + tokens.size(1)
+        if end > self.config.context_length:
+            raise ValueError(f"too many tokens ({end}). The context length is {self.config.context_length}.")
+        x = self.token_embedding(tokens) + self.position_embedding.weight[start:end]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def readout(self, x):
+        """The stream (B, T, d_model) -> logits (B, T, vocab_size)."""
+        return F.linear(self.final_norm(x), self.token_embedding.weight)
+
+    def count_parameters(self, kind: str = "all") -> int:
+        """Numbers that are trained, in the whole model ("all") or in its normalization layers ("norm")."""
+        modules = {"all": [self], "norm": [m for m in self.modules() if isinstance(m, tuple(NORMS.values()))]}
+        return sum(p.numel() for module in lookup(modules, kind, "kind of parameters") for p in module.parameters())
+
+
+def next_token_loss(logits, targets):
+    """Mean cross-entropy in nats of (B, T, vocab_size) logits against (B, T) targets; float32 in any precision."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

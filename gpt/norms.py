@@ -1,0 +1,75 @@
+"""Normalization layers, written by hand. Each acts on the last axis, one token at a time."""
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+class _LayerNormFunction(torch.autograd.Function):
+    """y = gamma * n + beta with n = (x - mu) * r and r = 1/sqrt(sigma^2 + eps), over the last axis of width d.
+
+    Left to autograd, each of the elementary operations keeps its own input. The derivative needs only n and r.
+
+    Backward. Let g = dL/dy and h = g * gamma = dL/dn.
+        dL/dbeta  = sum of g over all tokens
+        dL/dgamma = sum of g * n over all tokens
+    mu and sigma^2 depend on every x_j of the row. With d(mu)/dx_j = 1/d and d(sigma^2)/dx_j = 2 (x_j - mu)/d,
+        dn_i/dx_j = r * (delta_ij - 1/d - n_i n_j/d)
+    and so
+        dL/dx = r * (h - mean(h) - n * mean(h * n)).
+    In words: whatever part of the gradient would shift the row (mean(h)) or stretch it (mean(h * n)) is removed,
+    since the norm undoes both, and the rest is divided by the row's standard deviation.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gamma, beta, eps):
+        x_float = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        # Two passes, the mean first: E[x^2] - E[x]^2 would cancel for rows far from zero.
+        n = x_float - x_float.mean(-1, keepdim=True)
+        r = (n.square().mean(-1, keepdim=True) + eps).rsqrt_()
+        n = n.mul_(r)
+        ctx.save_for_backward(n, r, gamma)
+        ctx.dtypes = x.dtype, gamma.dtype, None if beta is None else beta.dtype
+        gamma = gamma.to(n.dtype)
+        y = n * gamma if beta is None else torch.addcmul(beta.to(n.dtype), n, gamma)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        n, r, gamma = ctx.saved_tensors
+        x_dtype, gamma_dtype, beta_dtype = ctx.dtypes
+        g, gamma = g.to(n.dtype), gamma.to(n.dtype)
+        d = n.size(-1)
+        gn = g * n
+        # mean(h) and mean(h * n) as products with gamma: one pass each, and nothing of the input's size is allocated.
+        mean_h = (g @ gamma).div_(d).unsqueeze(-1)
+        mean_hn = (gn @ gamma).div_(d).unsqueeze(-1)
+        dx = (g * gamma).sub_(mean_h).addcmul_(n, mean_hn, value=-1).mul_(r)
+        dgamma = gn.reshape(-1, d).sum(0).to(gamma_dtype)
+        dbeta = g.reshape(-1, d).sum(0).to(beta_dtype) if beta_dtype else None
+        return dx.to(x_dtype), dgamma, dbeta, None
+
+
+class LayerNorm(nn.Module):
+    """y = gamma * (x - mu) / sqrt(sigma^2 + eps) + beta (Ba et al. 2016, arXiv 1607.06450).
+
+    mu and the biased variance sigma^2 are those of one token's `width` numbers: x of any shape (..., width) gives y
+    of the same shape and dtype. gamma (`weight`) starts at 1 and beta (`bias`) at 0. Half-precision inputs get their
+    statistics in float32. A row of equal numbers gives beta.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x):
+        return _LayerNormFunction.apply(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self):
+        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
+
+
+NORMS = {"layernorm": LayerNorm}

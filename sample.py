@@ -1,0 +1,80 @@
+"""Continue a text with a trained model: python sample.py --prompt "The ". Text goes to stdout, the rest to stderr."""
+
+import secrets
+import sys
+from pathlib import Path
+
+from gpt.config import CommandLine, lookup
+
+
+def sample(given):
+    """Write the samples that the command line asks for. Raises ValueError for what it names and is not there."""
+    from gpt import checkpoint, distributed, generate
+    from gpt.tokenizer import TOKENIZERS
+
+    compute = distributed.choose(given.device, given.dtype, "off", distributed.look(given.device))
+    folder = checkpoint.find(given.run or checkpoint.newest_run(), given.checkpoint)
+    config = checkpoint.read_state(folder)[1]
+    generate.check(config.model.vocab_size, given.max_new_tokens, given.temperature, given.top_k, given.top_p)
+    if given.num_samples < 1:
+        raise ValueError(f"num_samples is out of range ({given.num_samples}). It must be 1 or more.")
+    if given.temperature == 0 and (given.seed is not None or given.num_samples > 1):
+        raise ValueError("seed and num_samples have no effect at temperature 0, which is greedy. Leave them out.")
+    tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
+    prompt = read_prompt(given)
+    model = checkpoint.load_model(folder).to(compute.device)
+    seed = secrets.randbelow(2**31) if given.seed is None else given.seed
+    print(f"{folder}: {config.model.norm}, {config.data}; seed {seed}", file=sys.stderr)
+    context = config.model.context_length
+    if len(tokenizer.encode_prompt(prompt)) > context:
+        print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)
+    for number in range(given.num_samples):
+        if given.num_samples > 1:
+            print(f"--- sample {number + 1}, seed {seed + number}", file=sys.stderr)
+        print(prompt, end="", flush=True)
+        with compute.autocast():
+            for piece in generate.stream_text(
+                model,
+                tokenizer,
+                prompt,
+                given.max_new_tokens,
+                temperature=given.temperature,
+                top_k=given.top_k,
+                top_p=given.top_p,
+                seed=seed + number,
+            ):
+                print(piece, end="", flush=True)
+        print()
+
+
+def read_prompt(given) -> str:
+    if given.prompt is not None and given.prompt_file is not None:
+        raise ValueError("two prompts (--prompt and --prompt-file). Give one of them.")
+    if given.prompt_file is None:
+        return given.prompt or ""
+    try:
+        return Path(given.prompt_file).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompt ({given.prompt_file}: {error}). Name a UTF-8 text file.") from None
+
+
+def main(argv: list[str]):
+    command = CommandLine(prog="sample.py", description=__doc__)
+    command.add_argument("run", nargs="?", metavar="RUN", help="run or checkpoint (default: newest in runs/)")
+    command.add_argument("--prompt", metavar="TEXT", help="text to continue (default: none)")
+    command.add_argument("--prompt-file", metavar="FILE", help="the same, from a UTF-8 file")
+    command.add_argument("--max-new-tokens", type=int, default=500, metavar="N", help="(default: %(default)s)")
+    command.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: greedy (default: %(default)s)")
+    command.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens (default: from all)")
+    command.add_argument("--top-p", type=float, metavar="P", help="from the fewest that hold P of the probability")
+    command.add_argument("--num-samples", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    command.add_argument("--seed", type=int, metavar="N", help="repeats a sample (default: a new one, which is shown)")
+    command.add_argument("--checkpoint", metavar="best|last|STEP", help="(default: best)")
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
+    command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    given = command.parse_args(argv)
+    command.run(lambda: sample(given))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

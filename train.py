@@ -1,0 +1,229 @@
+"""Train a GPT: python train.py --norm pre. Settings: defaults < a TOML file < flags; `--help` lists them."""
+
+import dataclasses
+import json
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+
+from gpt.config import CommandLine, TrainConfig, configure, flat, lookup, read_toml
+
+# torch, and what imports it, is imported inside the functions: `--help` should not wait for it.
+
+
+class StopRequest:
+    """Remembers that SIGINT or SIGTERM asked the program to stop after this step; a second one ends it at once."""
+
+    signum = None
+
+    def listen(self):
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._asked)
+
+    def _asked(self, signum, frame):
+        self.signum = signum
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=False, stop=StopRequest) -> dict:
+    """Train as `config` says; returns the run folder under "run" and the last "step", "val_loss", "best_step" and
+    "best_val_loss" (None without a validation split).
+
+    `out` is the run folder, by default a fresh one in runs/. Raises ValueError, before anything is written, for a
+    setting that does not work here; FloatingPointError, with all checkpoints intact, if the loss is not finite.
+    """
+    import numpy as np
+    import torch
+    from tqdm import tqdm
+
+    from gpt import checkpoint, corpus, distributed, optim
+    from gpt.data import Data
+    from gpt.model import GPT, next_token_loss
+    from gpt.tokenizer import TOKENIZERS
+
+    compute = distributed.choose(config.device, config.dtype, config.compile, distributed.look(config.device))
+    tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    ids = corpus.load(config.data, tokenizer)
+    data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model).to(compute.device)
+    optimizer, scaler = optim.make_optimizer(model, config), compute.scaler()
+    if resume:
+        run = Path(out)
+        state = checkpoint.restore(run, model, optimizer)
+        scaler.load_state_dict(state["scaler"])
+    else:
+        run = checkpoint.new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
+        state = {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}
+    state["config"] = checkpoint.config_to_json(config)
+    checkpoint.write(run / "config.json", json.dumps(state["config"], indent=1))
+    announce(config, model, data, tokenizer, compute, run, state["step"])
+
+    # `model` is what is evaluated, saved and sampled. Only `update` calls `net`, which may be compiled.
+    example = data.batch(0)[: config.micro_size, :-1].to(compute.device)
+    net, warning = distributed.compiled(model, example, compute)
+    if warning:
+        print(warning, file=sys.stderr)
+
+    def update(step):
+        """One optimizer step; returns the batch's mean loss and its gradient norm, on the device."""
+        # Dropout is a function of (seed, step), so that a resumed run repeats it.
+        torch.manual_seed(int(np.random.default_rng([config.seed, step, 1]).integers(2**63)))
+        for group in optimizer.param_groups:
+            group["lr"] = optim.lr_at(step, config)
+        micro_batches = data.batch(step).split(config.micro_size)
+        batch_loss = 0.0
+        for tokens in micro_batches:
+            tokens = tokens.to(compute.device, non_blocking=True)
+            with compute.autocast():
+                loss = next_token_loss(net(tokens[:, :-1]), tokens[:, 1:]) / len(micro_batches)
+            scaler.scale(loss).backward()
+            batch_loss += loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return batch_loss, grad_norm
+
+    started, clock = state["step"], time.perf_counter()
+    terminal = sys.stderr.isatty()
+    with tqdm(total=config.steps, initial=started, unit="step", disable=not terminal, leave=False) as bar:
+        for step in range(started + 1, config.steps + 1):
+            loss, grad_norm = update(step - 1)
+            bar.update()
+            end = step == config.steps or stop.signum is not None
+            evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
+            logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
+            saving = end or step % (config.save_every or config.eval_every) == 0
+            if logging or saving:  # only now is anything read back from the device
+                tokens = (step - started) * config.batch_size * config.model.context_length
+                record = {"step": step, "loss": loss.item(), "lr": optim.lr_at(step - 1, config)}
+                record |= {"grad_norm": grad_norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - clock))}
+                if evaluating:
+                    record["val_loss"] = state["val_loss"] = evaluate(model, data, config, compute)
+                check_finite(record, scaler)
+                if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
+                    state |= {"best_step": step, "best_val_loss": state["val_loss"]}
+                    saving = True
+            if logging:
+                with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                bar.set_postfix_str(describe(record))
+                if evaluating or not terminal:
+                    bar.write(f"step {step:>{len(str(config.steps))}}  {describe(record)}")
+            if saving:
+                state |= {"step": step, "scaler": scaler.state_dict()}
+                checkpoint.save(run, model, optimizer, state, config.keep)
+            if logging or saving:
+                started, clock = step, time.perf_counter()
+            if end:
+                break
+    return state | {"run": run}
+
+
+def evaluate(model, data, config: TrainConfig, compute) -> float:
+    """Mean loss in nats over every token of the validation split."""
+    import torch
+
+    from gpt.model import next_token_loss
+
+    total = count = 0
+    model.eval()
+    with torch.no_grad(), compute.autocast():
+        for tokens in data.windows(config.micro_size):
+            tokens = tokens.to(compute.device)
+            targets = tokens[:, 1:]
+            total += next_token_loss(model(tokens[:, :-1]), targets).item() * targets.numel()
+            count += targets.numel()
+    model.train()
+    return total / count
+
+
+def check_finite(record: dict, scaler):
+    """Stop a run whose loss is not finite. A gradient norm that is not is left to the float16 scaler, if it is on."""
+    watched = ("loss", "val_loss") if scaler.is_enabled() else ("loss", "val_loss", "grad_norm")
+    if not all(math.isfinite(record[key]) for key in watched if key in record):
+        raise FloatingPointError(
+            f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
+            f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; earlier checkpoints are intact."
+        )
+
+
+def describe(record: dict) -> str:
+    val = f"  val {record['val_loss']:.4f}" if "val_loss" in record else ""
+    return f"loss {record['loss']:.4f}{val}  rate {record['lr']:.1e}  {record['tokens_per_s']:,} tokens/s"
+
+
+def announce(config: TrainConfig, model, data, tokenizer, compute, run, step: int):
+    """Print what is about to happen."""
+    m = config.model
+    size = f"{m.n_layers} blocks, {m.n_heads} heads, width {m.d_model}, context {m.context_length}"
+    count, in_norms = model.count_parameters(), model.count_parameters("norm")
+    print(f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms")
+    print(f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on")
+    per_step = config.batch_size * m.context_length
+    print(f"steps   {step:,} of {config.steps:,} done, {per_step:,} tokens each, AdamW at {config.lr:g}")
+    print(f"device  {compute.device}, {compute.dtype}, compile {compute.compile}")
+    print(f"run     {run}", flush=True)
+
+
+def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
+    """That many characters from the run's best checkpoint, without a prompt."""
+    from gpt import checkpoint, generate
+    from gpt.tokenizer import TOKENIZERS
+
+    text = ""
+    for piece in generate.stream_text(
+        checkpoint.load_model(run), TOKENIZERS[config.tokenizer](), "", characters, temperature=0.8, seed=config.seed
+    ):
+        text += piece
+        if len(text) >= characters:
+            break
+    return text[:characters]
+
+
+def main(argv: list[str]):
+    command = CommandLine(prog="train.py", description=__doc__)
+    command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings from a file, as configs/tiny.toml")
+    command.add_settings()
+    command.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")
+    command.add_argument("--resume", action="store_true", help="continue the run in --out, with its own settings")
+    command.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
+    given = vars(command.parse_args(argv))
+    path, out, resume, overwrite = (given.pop(name) for name in ("config", "out", "resume", "overwrite"))
+
+    def body():
+        if resume and (out is None or overwrite):
+            raise ValueError("--resume continues the run that --out names. Give --out RUN, without --overwrite.")
+        settings = (read_toml(path) if path else {}) | given
+        base = TrainConfig()
+        if resume:
+            from gpt.checkpoint import find, read_state
+
+            base = read_state(find(out, "last"))[1]
+        config = configure(settings, base)
+        for name, value in flat(config).items():
+            if resume and value != flat(base)[name]:
+                print(f"changed {name}: {flat(base)[name]} -> {value}")
+        stop = StopRequest()
+        stop.listen()
+        end = train(config, out, resume, overwrite, stop)
+        if stop.signum:
+            print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
+            return 128 + stop.signum
+        if end["val_loss"] is not None:
+            unit = "byte" if config.tokenizer == "bytes" else "token"
+            print(f"validation loss {end['val_loss']:.4f} nats per {unit} at step {end['step']}", end="; ")
+            print(f"best {end['best_val_loss']:.4f} at step {end['best_step']}")
+        print(f"run {end['run']}; more of this: python sample.py {end['run']}\n")
+        print(closing_sample(end["run"], config))
+
+    command.run(body)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
