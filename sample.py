@@ -1,5 +1,6 @@
 """Continue a text with a trained model: python sample.py --prompt "The ". Text goes to stdout, the rest to stderr."""
 
+import os
 import secrets
 import sys
 from pathlib import Path
@@ -50,12 +51,12 @@ def sample(given):
 def read_prompt(given) -> str:
     if given.prompt is not None and given.prompt_file is not None:
         raise ValueError("two prompts (--prompt and --prompt-file). Give one of them.")
-    if given.prompt_file is None:
-        return given.prompt or ""
     try:
-        return Path(given.prompt_file).read_bytes().decode("utf-8")
+        # fsencode: the bytes that were typed, whatever the locale made of them.
+        raw = Path(given.prompt_file).read_bytes() if given.prompt_file else os.fsencode(given.prompt or "")
+        return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the prompt ({given.prompt_file}: {error}). Name a UTF-8 text file.") from None
+        raise ValueError(f"cannot read the prompt ({error}). Give UTF-8 text.") from None
 
 
 def main(argv: list[str]):

@@ -35,8 +35,8 @@ class Data:
     def windows(self, rows: int) -> Iterator[torch.Tensor]:
         """The validation split from end to end, `rows` windows at a time. Windows share only an edge, so each token
         but the first is a target once; the last window may be shorter and comes alone."""
-        T = self.context_length
-        whole, targets = (len(self.val) - 1) // T, len(self.val) - 1
+        T, targets = self.context_length, max(0, len(self.val) - 1)
+        whole = targets // T
         for first in range(0, whole, rows):
             starts = np.arange(first, min(first + rows, whole))[:, None] * T
             yield torch.from_numpy(self.val[starts + np.arange(T + 1)].astype(np.int64))

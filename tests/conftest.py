@@ -1,0 +1,55 @@
+"""Toy sizes, and the files that only the developers' machines have."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt import GPT, ModelConfig
+from gpt.config import TrainConfig, configure
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+# Toy matrices are too small to share out, and the threads of several processes get in each other's way.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+TOY = {"n_layers": 2, "n_heads": 2, "d_model": 32, "context_length": 16}
+TOY_RUN = TOY | {"batch_size": 4, "eval_every": 4, "log_every": 1, "warmup_steps": 2, "val_fraction": 0.2}
+
+
+def toy_model(seed=0, **settings) -> GPT:
+    """A small GPT whose weights, unlike the usual ones, are large enough for every part to matter."""
+    torch.manual_seed(seed)
+    model = GPT(ModelConfig(**TOY | {"vocab_size": 61} | settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=parameter.size(1) ** -0.5)
+    return model
+
+
+def toy_tokens(rows=2, length=16, vocab_size=61, seed=1) -> torch.Tensor:
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def toy_config(**settings) -> TrainConfig:
+    return configure(TOY_RUN | settings)
+
+
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    """Six kilobytes of text with some structure and some characters of several bytes."""
+    path = tmp_path / "text.txt"
+    lines = (f"{i}: the norm of line {i * 7919 % 101} is söme – {'ab' * (i % 5)}" for i in range(160))
+    path.write_text("\n".join(lines), encoding="utf-8", newline="\n")
+    return path
+
+
+def shared(name: str) -> Path:
+    """A file of the developers' shared folder; skips the test where there is none."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"needs ../shared/data/{name}")
+    return path

@@ -1,0 +1,186 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import toy_config, toy_model, toy_tokens
+
+from gpt import BLOCKS, checkpoint
+from gpt.model import next_token_loss
+from gpt.optim import make_optimizer
+
+
+def trained(norm="pre", steps=2, **settings):
+    """A toy model and its optimizer after some steps, with the configuration of the run."""
+    config = toy_config(norm=norm, **settings)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=61))
+    model = toy_model(norm=norm, **settings)
+    optimizer = make_optimizer(model, config)
+    for step in range(steps):
+        tokens = toy_tokens(seed=step)
+        next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, config
+
+
+def save(run, model, optimizer, config, step=2, best_step=2, keep=2):
+    state = {"step": step, "best_step": best_step, "config": checkpoint.config_to_json(config)}
+    checkpoint.save(run, model, optimizer, state, keep)
+
+
+def names(run):
+    return sorted(path.name for path in run.iterdir())
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_a_model_comes_back_from_its_folder_alone(tmp_path, norm):
+    model, optimizer, config = trained(norm)
+    save(tmp_path, model, optimizer, config)
+    tokens = toy_tokens()
+    for folder in (tmp_path, tmp_path / "step-000002"):
+        again = checkpoint.load_model(folder)
+        assert again.config == model.config and torch.equal(again(tokens), model(tokens))
+    assert names(tmp_path / "step-000002") == ["model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_the_optimizer_comes_back_to_the_bit(tmp_path, norm):
+    model, optimizer, config = trained(norm)
+    save(tmp_path, model, optimizer, config)
+    again, other, _ = trained(norm, steps=1)
+    checkpoint.restore(tmp_path, again, other)
+    by_name = dict(again.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(by_name[name], parameter)
+        mine, theirs = optimizer.state[parameter], other.state[by_name[name]]
+        assert mine.keys() == theirs.keys() and len(mine) == 3
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_a_run_stopped_before_its_first_step_comes_back_too(tmp_path):
+    model, optimizer, config = trained(steps=0)
+    save(tmp_path, model, optimizer, config, step=0, best_step=None)
+    again, other, _ = trained(steps=1)
+    assert checkpoint.restore(tmp_path, again, other)["step"] == 0
+    assert not any(other.state.values()) and names(tmp_path) == ["last", "step-000000"]
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_the_weights_of_another_placement_are_refused(tmp_path, norm):
+    model, optimizer, config = trained(norm)
+    save(tmp_path, model, optimizer, config)
+    for other in BLOCKS:
+        if other != norm:
+            with pytest.raises(ValueError, match=rf"has another norm \({norm}, not {other}\)"):
+                checkpoint.restore(tmp_path, *trained(other)[:2])
+
+
+def test_another_shape_is_refused_and_another_dropout_is_not(tmp_path):
+    model, optimizer, config = trained()
+    save(tmp_path, model, optimizer, config)
+    with pytest.raises(ValueError, match=r"has another n_layers \(2, not 3\)"):
+        checkpoint.restore(tmp_path, *trained(n_layers=3)[:2])
+    checkpoint.restore(tmp_path, *trained(dropout=0.5)[:2])
+
+
+def test_best_last_and_how_many_are_kept(tmp_path):
+    model, optimizer, config = trained()
+    for step, best in ((2, 2), (4, 4), (6, 4), (8, 4), (10, 4)):
+        save(tmp_path, model, optimizer, config, step, best)
+    assert names(tmp_path) == ["best", "last", "step-000004", "step-000008", "step-000010"]
+    wanted = {None: 4, "best": 4, "last": 10, "8": 8, "4": 4}
+    for which, step in wanted.items():
+        assert checkpoint.find(tmp_path, which).name == f"step-{step:06d}"
+    for which in ("6", "newest", "../last", "step-000008", ""):
+        with pytest.raises(ValueError, match=r"Use best, last or a step of 4, 8, 10\."):
+            checkpoint.find(tmp_path, which)
+
+
+def test_without_a_best_the_last_is_taken(tmp_path):
+    save(tmp_path, *trained(), step=3, best_step=None)
+    assert checkpoint.find(tmp_path).name == "step-000003" and names(tmp_path) == ["last", "step-000003"]
+
+
+def test_what_a_kill_left_behind_is_cleared_and_never_read(tmp_path):
+    everything = trained()
+    save(tmp_path, *everything)
+    (tmp_path / ".step-000004").mkdir()
+    (tmp_path / ".step-000004" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "step-000004").mkdir()  # renamed, and killed before `last` was moved
+    assert checkpoint.find(tmp_path, "last").name == "step-000002"
+    save(tmp_path, *everything, step=4)
+    assert names(tmp_path) == ["best", "last", "step-000002", "step-000004"]
+    assert checkpoint.load_model(tmp_path / "step-000004").config == everything[2].model
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    everything = trained()
+    save(tmp_path, *everything)
+
+    def full(*arguments, **settings):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_flush", full)
+        with pytest.raises(OSError):
+            save(tmp_path, *everything, step=4)
+    assert checkpoint.find(tmp_path, "last").name == "step-000002"
+    checkpoint.load_model(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    save(tmp_path, *trained())
+    path = tmp_path / "step-000002" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"the checkpoint is damaged \(.*model\.safetensors"):
+        checkpoint.load_model(tmp_path)
+
+
+def test_where_there_is_nothing_to_load(tmp_path):
+    with pytest.raises(ValueError, match=r"no checkpoint there \(.*nowhere\)\. Train one: python train\.py --out"):
+        checkpoint.load_model(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no run yet \(.*\)\. Train one first: python train\.py"):
+        checkpoint.newest_run(tmp_path)
+
+
+def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
+    everything = trained(steps=0)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    for name in ("a", "c", "b"):
+        save(tmp_path / name, *everything)
+    assert checkpoint.newest_run(tmp_path).name == "b"
+
+
+def test_settings_come_back_with_their_types():
+    config = toy_config(final_norm=None, bias=False, micro_batch_size=2, lr=1)
+    stored = json.loads(json.dumps(checkpoint.config_to_json(config)))
+    assert checkpoint.config_from_json(stored) == config
+    del stored["dropout"]  # an older run, from before there was such a setting
+    assert checkpoint.config_from_json(stored) == config
+    with pytest.raises(ValueError, match=r"another format \(999, not 1\)"):
+        checkpoint.config_from_json(stored | {"format": 999})
+
+
+def test_a_fresh_run_takes_the_next_free_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [str(checkpoint.new_run(None, "text-pre", False)).replace("\\", "/") for _ in range(3)]
+    assert made == ["runs/text-pre", "runs/text-pre-2", "runs/text-pre-3"]
+
+
+def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
+    run, foreign = tmp_path / "run", tmp_path / "foreign"
+    assert checkpoint.new_run(str(run), "", False) == run and checkpoint.new_run(str(run), "", False) == run
+    checkpoint.write(run / "config.json", "{}")
+    with pytest.raises(ValueError, match=r"there is a run already \(.*\)\. Use --resume, --overwrite or another --out"):
+        checkpoint.new_run(str(run), "", False)
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work", encoding="utf-8")
+    for overwrite in (False, True):
+        for place in (foreign, foreign / "thesis.txt"):
+            with pytest.raises(ValueError, match="the output folder is not a run"):
+                checkpoint.new_run(str(place), "", overwrite)
+    assert (foreign / "thesis.txt").exists()
+    checkpoint.new_run(str(run), "", True)
+    assert names(run) == []

@@ -1,0 +1,187 @@
+"""The scripts as a user runs them: real processes, real signals, every mistake one line and status 2."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, TOY_RUN
+
+import sample
+import train
+
+FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def python(*arguments, cwd, **settings):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, **settings)
+
+
+def call(module, *arguments, capsys):
+    """The script's main in this process: (status, stdout, stderr)."""
+    with pytest.raises(SystemExit) as exit:
+        module.main(list(map(str, arguments)))
+    return exit.value.code or 0, *capsys.readouterr()
+
+
+@pytest.fixture
+def here(tmp_path, text_file, monkeypatch):
+    """A folder of its own to work in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **settings: None, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_help_needs_no_torch(script, tmp_path):
+    block = f"import sys, runpy; sys.modules['torch'] = None; sys.argv = ['{script}', '--help']; "
+    result = python("-c", block + f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')", cwd=ROOT)
+    assert result.returncode == 0 and "usage: " + script in result.stdout and "(default: " in result.stdout
+
+
+def test_train_then_sample_from_another_folder(here):
+    """No network, no locale, an encoding warning is an error: nothing of it is needed."""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "NO_COLOR": "1"}
+    strict = ["-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
+    train_it = [*strict, ROOT / "train.py", "--data", "text.txt", "--steps", 9, *FLAGS]
+    result = python(*train_it, cwd=here, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "" and "\r" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == ["model", "corpus", "steps", "device", "run"]
+    assert sum(line.startswith("step ") for line in lines) == 9
+    assert re.search(r"^validation loss \d\.\d+ nats per byte at step 9; best \d\.\d+ at step \d", result.stdout, re.M)
+    again = python(*strict, ROOT / "sample.py", "--prompt", "The é", "--seed", 3, cwd=here, env=environment)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("The é") and len(again.stdout) > 100
+    assert "text-pre" in again.stderr and "seed 3" in again.stderr
+    same = python(ROOT / "sample.py", "runs/text-pre", "--prompt", "The é", "--seed", 3, cwd=here)
+    assert same.stdout == again.stdout
+
+
+def test_sampling_flags(here, capsys):
+    assert call(train, "--data", "text.txt", "--steps", 4, "--out", "r", *FLAGS, capsys=capsys)[0] == 0
+    (here / "prompt.txt").write_bytes("line\r\none é".encode())
+    status, out, err = call(sample, "r", "--prompt-file", "prompt.txt", "--num-samples", 2, capsys=capsys)
+    assert status == 0 and out.count("line\r\none é") == 2 and err.count("--- sample") == 2
+    greedy = [
+        call(sample, "r", "--temperature", 0, "--prompt", "a", "--checkpoint", which, capsys=capsys)
+        for which in ("last", "4", "best")
+    ]
+    assert greedy[0][1] == greedy[1][1] == greedy[2][1] and {status for status, *_ in greedy} == {0}
+    short = call(sample, "r", "--max-new-tokens", 3, "--top-k", 5, "--top-p", 0.9, "--prompt", "ab", capsys=capsys)
+    assert short[0] == 0 and len(short[1].rstrip("\n").encode()) <= 2 + 3 * 3
+    assert "seed" in short[2] and re.search(r"seed (\d+)", short[2])
+    long = call(sample, "r", "--prompt", "x" * 40, capsys=capsys)
+    assert long[1].startswith("x" * 40) and "warning: the model sees only the last 16 tokens of the prompt" in long[2]
+
+
+BAD_TRAIN = [
+    (["--norm", "prre"], "unknown norm (prre). Did you mean pre?"),
+    (["--nrom", "pre"], "unknown flag (--nrom). Did you mean --norm"),
+    (["bad.toml"], "unknown setting (n_layer). Did you mean n_layers"),
+    (["missing.toml"], "cannot read the configuration"),
+    (["batch_size=4"], "a setting is a flag"),
+    (["--data", "missing.txt"], "no such file"),
+    (["--data", "empty.txt"], "the text is empty"),
+    (["--data", "short.txt"], "split is too short"),
+    (["--data", "latin.txt"], "not UTF-8 text"),
+    (["--data", "nothing/"], "no .txt file in the folder"),
+    (["--n-heads", "3"], "n_heads must divide d_model (3 heads, width 32). Use 1, 2 or 4 heads"),
+    (["--device", "cuda:7"], "the device is not there (cuda:7"),
+    (["--tokenizer", "byte"], "unknown tokenizer (byte). Did you mean bytes?"),
+    (["--micro-batch-size", "3"], "must divide batch_size"),
+    (["--resume"], "--resume continues the run that --out names"),
+    (["--resume", "--out", "nowhere"], "no checkpoint there"),
+    (["--out", "."], "the output folder is not a run"),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments, message", BAD_TRAIN, ids=lambda value: " ".join(value) if type(value) is list else ""
+)
+def test_a_mistake_in_training_is_one_line_and_nothing_is_written(here, capsys, arguments, message):
+    (here / "bad.toml").write_text("n_layer = 3", encoding="utf-8")
+    (here / "empty.txt").write_bytes(b"")
+    (here / "short.txt").write_bytes(b"x" * 20)
+    (here / "latin.txt").write_bytes("é".encode("latin-1") * 500)
+    (here / "nothing").mkdir()
+    before = sorted(here.rglob("*"))
+    status, out, err = call(train, "--data", "text.txt", "--steps", 2, *FLAGS, *arguments, capsys=capsys)
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert sorted(here.rglob("*")) == before
+
+
+BAD_SAMPLE = [
+    (["nowhere"], "no checkpoint there"),
+    (["--top-k", "0"], "top_k is out of range (0)"),
+    (["--top-k", "257"], "top_k is out of range (257)"),
+    (["--top-p", "1.5"], "top_p is out of range (1.5)"),
+    (["--temperature", "-1"], "temperature is out of range (-1.0)"),
+    (["--temperature", "nan"], "temperature is out of range (nan)"),
+    (["--temperature", "0", "--seed", "1"], "seed and num_samples have no effect"),
+    (["--num-samples", "0"], "num_samples is out of range (0)"),
+    (["--max-new-tokens", "0"], "max_new_tokens is out of range (0)"),
+    (["--prompt", "a", "--prompt-file", "text.txt"], "two prompts"),
+    (["--prompt-file", "nowhere.txt"], "cannot read the prompt"),
+    (["--checkpoint", "77"], "no such checkpoint (77 in"),
+    (["--device", "cuda:7"], "the device is not there"),
+    (["--temprature", "1"], "unknown flag (--temprature). Did you mean --temperature"),
+]
+
+
+def test_a_mistake_in_sampling_is_one_line(here, capsys):
+    status, _, err = call(sample, capsys=capsys)
+    assert status == 2 and "no run yet" in err and "python train.py" in err
+    call(train, "--data", "text.txt", "--steps", 2, *FLAGS, capsys=capsys)
+    for arguments, message in BAD_SAMPLE:
+        status, out, err = call(sample, *arguments, capsys=capsys)
+        assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+
+
+def test_an_existing_run_is_kept_resumed_or_overwritten_as_asked(here, capsys):
+    arguments = ["--data", "text.txt", "--out", "r", *FLAGS]
+    assert call(train, *arguments, "--steps", 4, capsys=capsys)[0] == 0
+    status, _, err = call(train, *arguments, "--steps", 4, capsys=capsys)
+    assert status == 2 and "there is a run already" in err
+    status, out, _ = call(train, "--resume", "--out", "r", "--steps", 6, capsys=capsys)
+    assert status == 0 and "changed steps: 4 -> 6" in out and "steps   4 of 6 done" in out
+    status, _, err = call(train, "--resume", "--out", "r", "--norm", "post", capsys=capsys)
+    assert status == 2 and "has another norm (pre, not post)" in err
+    assert call(train, *arguments, "--steps", 2, "--overwrite", capsys=capsys)[0] == 0
+    assert (here / "r" / "last").read_text(encoding="utf-8") == "2"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_can_be_resumed(here, signum):
+    arguments = [sys.executable, ROOT / "train.py", "--data", "text.txt", "--out", "r", "--steps", "100000", *FLAGS]
+    process = subprocess.Popen(arguments, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = here / "r" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 5) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum and err == ""
+    step = int((here / "r" / "last").read_text(encoding="utf-8"))
+    assert step > 5 and f"stopped at step {step}; continue with: python train.py --resume --out r" in out
+    result = python(ROOT / "train.py", "--resume", "--out", "r", "--steps", step + 3, cwd=here)
+    assert result.returncode == 0, result.stderr
+    steps = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
+    assert steps == list(range(1, step + 4))
+
+
+def test_a_reader_who_leaves_early_is_no_error(here, capsys):
+    call(train, "--data", "text.txt", "--steps", 2, "--out", "r", *FLAGS, capsys=capsys)
+    arguments = [sys.executable, ROOT / "sample.py", "r", "--max-new-tokens", "300"]
+    process = subprocess.Popen(arguments, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read() and process.wait(timeout=60) == 0
+    process.stderr.close()

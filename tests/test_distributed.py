@@ -1,0 +1,99 @@
+import pytest
+import torch
+from conftest import toy_model, toy_tokens
+
+from gpt import distributed
+from gpt.distributed import Compute, Machine, choose
+
+CPU, AMPERE, OLD, APPLE = Machine(), Machine(cuda=2, bfloat16=True), Machine(cuda=1), Machine(mps=True)
+
+
+@pytest.mark.parametrize(
+    "device, dtype, compile, machine, expected",
+    [
+        ("auto", "auto", "auto", CPU, Compute("cpu", "float32", "off")),
+        ("auto", "auto", "on", CPU, Compute("cpu", "float32", "on")),
+        ("cpu", "bfloat16", "off", CPU, Compute("cpu", "bfloat16", "off")),
+        ("auto", "auto", "auto", AMPERE, Compute("cuda", "bfloat16", "auto")),
+        ("cuda:1", "float16", "off", AMPERE, Compute("cuda:1", "float16", "off")),
+        ("cpu", "auto", "auto", AMPERE, Compute("cpu", "float32", "off")),
+        ("auto", "auto", "auto", OLD, Compute("cuda", "float16", "auto")),
+        ("cuda", "float32", "auto", OLD, Compute("cuda", "float32", "auto")),
+        ("auto", "auto", "auto", APPLE, Compute("mps", "float32", "off")),
+        ("mps", "float32", "on", APPLE, Compute("mps", "float32", "on")),
+    ],
+)
+def test_what_is_chosen(device, dtype, compile, machine, expected):
+    assert choose(device, dtype, compile, machine) == expected
+
+
+@pytest.mark.parametrize(
+    "device, dtype, machine, message",
+    [
+        ("cuda", "auto", CPU, r"the device is not there \(cuda; this machine has 0 CUDA GPUs\)\. Use --device auto"),
+        ("cuda:2", "auto", AMPERE, r"not there \(cuda:2; this machine has 2"),
+        ("mps", "auto", AMPERE, "not there"),
+        ("cuda", "auto", APPLE, "0 CUDA GPUs and an Apple GPU"),
+        ("gpu", "auto", AMPERE, r"unknown device \(gpu\)"),
+        ("cpu:1", "auto", CPU, "unknown device"),
+        ("cuda:x", "auto", AMPERE, "unknown device"),
+        ("cuda", "bfloat16", OLD, r"no such number format on cuda \(bfloat16\)\. Use auto, float16, float32"),
+        ("cpu", "float16", CPU, "no such number format on cpu"),
+        ("cpu", "fp32", CPU, "no such number format"),
+    ],
+)
+def test_what_is_refused(device, dtype, machine, message):
+    with pytest.raises(ValueError, match=message):
+        choose(device, dtype, "off", machine)
+
+
+def test_the_scaler_is_on_for_float16_alone():
+    for dtype in distributed.DTYPES:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.amp.grad_scaler.torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+            assert Compute("cuda", dtype, "off").scaler().is_enabled() == (dtype == "float16")
+
+
+def test_autocast_changes_matrix_products_on_the_cpu_and_nothing_kept():
+    model, tokens = toy_model(), toy_tokens()
+    with Compute("cpu", "bfloat16", "off").autocast():
+        assert model(tokens).dtype == torch.bfloat16
+    with Compute("cpu", "float32", "off").autocast():
+        assert model(tokens).dtype == torch.float32
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_cpu_asks_cuda_nothing(monkeypatch):
+    for name in ("is_available", "device_count", "get_device_capability", "is_bf16_supported", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: pytest.fail(f"torch.cuda.{name} was called"))
+    assert choose("cpu", "auto", "auto", distributed.look("cpu")) == Compute("cpu", "float32", "off")
+
+
+def fails_when_made(model):
+    raise RuntimeError("no compiler here\nand more")
+
+
+def fails_when_called(model):
+    return lambda tokens: fails_when_made(model)
+
+
+@pytest.mark.parametrize("fault", [fails_when_made, fails_when_called])
+def test_a_compiler_that_fails_is_a_warning_or_an_error(monkeypatch, fault):
+    monkeypatch.setattr(torch, "compile", fault)
+    model, tokens = toy_model(), toy_tokens()
+    net, warning = distributed.compiled(model, tokens, Compute("cpu", "float32", "auto"))
+    assert net is model and warning == "warning: torch.compile failed (no compiler here). Going on without it."
+    with pytest.raises(ValueError, match=r"torch.compile failed \(no compiler here\)\. Use --compile off"):
+        distributed.compiled(model, tokens, Compute("cpu", "float32", "on"))
+    assert distributed.compiled(model, tokens, Compute("cpu", "float32", "off")) == (model, None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_compiling_leaves_no_gradient_and_no_prefix(monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="eager"))
+    model, tokens = toy_model(), toy_tokens()
+    net, warning = distributed.compiled(model, tokens, Compute("cpu", "float32", "on"))
+    assert warning is None and net is not model and torch.equal(net(tokens), model(tokens))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(name.startswith("_orig_mod") for name in model.state_dict())

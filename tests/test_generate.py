@@ -1,0 +1,161 @@
+import math
+
+import pytest
+import torch
+from conftest import toy_model, toy_tokens
+
+from gpt import BLOCKS, GPT, ModelConfig
+from gpt.generate import KVCache, choose, generate, stream, stream_text
+from gpt.tokenizer import GPT2BPE, Bytes
+
+GREEDY = {"temperature": 0}
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+@pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 80])
+def test_the_cache_changes_nothing_also_past_the_context(norm, length):
+    model, tokens = toy_model(norm=norm), toy_tokens(2, length)
+    cached, plain = (generate(model, tokens, 24, **GREEDY, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, plain) and torch.equal(cached[:, :length], tokens) and cached.shape == (2, length + 24)
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+def test_cached_logits_in_chunks_are_those_of_one_pass(norm, chunk, dtype, tolerance):
+    model, tokens = toy_model(norm=norm).to(dtype), toy_tokens()
+    for block in model.blocks:
+        block.attn.cache = KVCache(16)
+    parts = [model.readout(model.residual_stream(tokens[:, s : s + chunk], s)) for s in range(0, 16, chunk)]
+    cached = torch.cat(parts, dim=1)
+    for block in model.blocks:
+        block.attn.cache = None
+    assert (cached - model(tokens)).abs().max() < tolerance
+
+
+def test_greedy_takes_the_likeliest_of_the_last_contexts_logits():
+    model, tokens = toy_model(), toy_tokens(1, 20)
+    expected = tokens
+    for _ in range(5):
+        expected = torch.cat([expected, model(expected[:, -16:])[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(generate(model, tokens, 5, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-8}, {"temperature": 1e-45}])
+def test_limits_that_are_greedy(settings):
+    model, tokens = toy_model(), toy_tokens(2, 5)
+    assert torch.equal(generate(model, tokens, 9, **settings), generate(model, tokens, 9, **GREEDY))
+
+
+def test_a_sample_is_a_function_of_its_seed_and_not_of_its_company():
+    model, tokens = toy_model(), toy_tokens(1, 5).repeat(3, 1)
+    rows = generate(model, tokens, 12, seed=7)
+    assert torch.equal(rows, generate(model, tokens, 12, seed=7)) and not torch.equal(rows[0], rows[1])
+    for row in range(3):
+        assert torch.equal(generate(model, tokens[:1], 12, seed=7 + row)[0], rows[row])
+    assert not torch.equal(generate(model, tokens, 12), generate(model, tokens, 12))
+    before = torch.get_rng_state()
+    generate(model, tokens, 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def frequencies(logits, n=20_000, **settings):
+    arguments = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
+    generator = torch.Generator().manual_seed(0)
+    ids = choose(logits.expand(n, -1), *arguments.values(), [generator] * n)
+    return torch.bincount(ids, minlength=logits.size(-1)) / n
+
+
+LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.0, -9.0])
+
+
+@pytest.mark.parametrize(
+    "settings, kept",
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.5}, [0, 1, 2, 3, 4]),
+        ({"temperature": 100.0}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 5}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.6}, [1]),  # softmax: 0.087 0.644 0.032 0.237 0.000
+        ({"top_p": 0.7}, [1, 3]),
+        ({"top_p": 0.95}, [0, 1, 3]),
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),
+        ({"top_k": 2, "top_p": 0.9, "temperature": 2.0}, [1, 3]),
+    ],
+)
+def test_draws_follow_the_softmax_over_what_is_kept(settings, kept):
+    masked = torch.full_like(LOGITS, -math.inf)
+    masked[kept] = LOGITS[kept] / settings.get("temperature", 1.0)
+    found = frequencies(LOGITS, **settings)
+    assert torch.allclose(found, masked.softmax(-1), atol=0.015)
+    assert (found[[i for i in range(5) if i not in kept]] == 0).all()
+
+
+def test_equal_logits_do_not_widen_top_k():
+    assert (frequencies(torch.zeros(6), top_k=2, n=200) > 0).sum() == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training):
+    model = toy_model(dropout=0.9).train(training)
+    pieces = stream(model, toy_tokens(1, 5), 3, **GREEDY)
+    next(pieces)  # also in the middle, when nobody will ask for the rest
+    assert model.training == training and all(block.attn.cache is None for block in model.blocks)
+    assert all(p.grad is None for p in model.parameters()) and torch.is_grad_enabled()
+    expected = generate(model.eval(), toy_tokens(1, 5), 3, **GREEDY)
+    assert torch.equal(generate(model.train(training), toy_tokens(1, 5), 3, **GREEDY), expected)  # without dropout
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens is out of range \(0\)"),
+        ({"temperature": -1}, r"temperature is out of range \(-1\)"),
+        ({"temperature": math.nan}, "temperature is out of range"),
+        ({"temperature": math.inf}, "temperature is out of range"),
+        ({"top_k": 0}, r"top_k is out of range \(0\)\. It must be from 1 to the vocabulary's size, 61"),
+        ({"top_k": 62}, "top_k is out of range"),
+        ({"top_p": 0.0}, "top_p is out of range"),
+        ({"top_p": 1.1}, "top_p is out of range"),
+        ({"temperature": 0, "top_k": 3}, "have no effect at temperature 0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(toy_model(), toy_tokens(), **{"max_new_tokens": 1} | settings)
+
+
+def scripted(ids, vocab_size):
+    """A GPT that says the given ids: without branches, each position has an axis that points at the next id."""
+    shape = {"n_layers": 1, "n_heads": 1, "d_model": len(ids), "context_length": len(ids)}
+    model = GPT(ModelConfig(vocab_size=vocab_size, norm="none", branch_init="zero", **shape))
+    model.token_embedding.weight.data.zero_()
+    model.token_embedding.weight.data[ids, range(len(ids))] = 1.0
+    model.position_embedding.weight.data = 100 * torch.eye(len(ids))
+    return model
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), GPT2BPE()], ids=lambda tokenizer: tokenizer.name)
+def test_text_is_streamed_in_whole_characters(tokenizer):
+    text = "héllo 😀 你好!"
+    ids = tokenizer.encode(text).tolist()
+    pieces = list(stream_text(scripted(ids, tokenizer.vocab_size), tokenizer, "", len(ids), temperature=0))
+    assert "".join(pieces) == text and len(pieces) == len(ids) + 1
+    if tokenizer.name == "bytes":  # the second byte alone is half of é
+        assert pieces[:3] == ["h", "", "é"]
+        assert list(stream_text(scripted(ids, 256), tokenizer, "", 2, temperature=0)) == ["h", "", "\ufffd"]
+
+
+def test_a_text_ends_where_its_end_is_said():
+    tokenizer = GPT2BPE()
+    model = scripted([*tokenizer.encode("The dog").tolist(), tokenizer.end_of_text, 5], tokenizer.vocab_size)
+    assert "".join(stream_text(model, tokenizer, "<|endoftext|>", 4, temperature=0)) == "The dog"
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), GPT2BPE()], ids=lambda tokenizer: tokenizer.name)
+def test_an_empty_prompt_is_the_tokenizers_start(tokenizer):
+    model = toy_model(vocab_size=tokenizer.vocab_size)
+    empty, start = ("".join(stream_text(model, tokenizer, prompt, 8, seed=0)) for prompt in ("", tokenizer.start))
+    assert empty == start and len(empty) > 0

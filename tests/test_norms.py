@@ -1,0 +1,122 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt import NORMS, LayerNorm
+
+SHAPES = [(8,), (5, 8), (2, 3, 8), (2, 3, 768)]
+
+
+def both(x, norm, upstream):
+    """(y, dx, dgamma, dbeta) of the hand-written norm in x's dtype, and of the library's in float64."""
+    results = []
+    for dtype, function in (
+        (x.dtype, norm),
+        (torch.float64, lambda x: F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)),
+    ):
+        leaf = x.detach().to(dtype).requires_grad_()
+        weight = norm.weight.detach().to(dtype).requires_grad_()
+        bias = None if norm.bias is None else norm.bias.detach().to(dtype).requires_grad_()
+        parameters = [p for p in (weight, bias) if p is not None] if function is not norm else list(norm.parameters())
+        y = function(leaf)
+        results.append((y.detach(), *torch.autograd.grad(y, [leaf, *parameters], upstream.to(dtype))))
+    return results
+
+
+def random_norm(width, dtype, bias=True):
+    norm = LayerNorm(width, bias=bias).to(dtype)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0)
+    return norm
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)],
+)
+def test_layer_norm_and_its_gradients_are_the_librarys(dtype, tolerance, shape, bias):
+    torch.manual_seed(0)
+    norm = random_norm(shape[-1], dtype, bias)
+    ours, library = both(torch.randn(shape).to(dtype) * 3 + 1, norm, torch.randn(shape).to(dtype))
+    assert len(ours) == len(library) == (4 if bias else 3)
+    for mine, theirs in zip(ours, library):
+        assert mine.dtype == dtype and mine.shape == theirs.shape
+        scale = theirs.abs().max().clamp(min=1)
+        assert (mine.double() - theirs).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradcheck(bias):
+    torch.manual_seed(0)
+    norm = random_norm(5, torch.float64, bias)
+    inputs = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True)]
+    assert torch.autograd.gradcheck(lambda x, *parameters: norm(x), [*inputs, *norm.parameters()])
+
+
+@pytest.mark.parametrize("variance", [1e-6, 1e-12, 0.0])
+def test_rows_of_little_variance(variance):
+    """eps stands inside the root: rows flatter than it come out small, not blown up, with a finite gradient."""
+    torch.manual_seed(0)
+    norm = random_norm(64, torch.float32)
+    x = torch.randn(4, 64) * variance**0.5
+    ours, library = both(x, norm, torch.randn(4, 64))
+    for mine, theirs in zip(ours, library):
+        assert torch.allclose(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    if variance == 0:
+        assert torch.equal(ours[0], norm.bias.detach().expand(4, 64))
+
+
+@pytest.mark.parametrize(
+    "dtype, offset, tolerance", [(torch.float32, 1e4, 1e-3), (torch.bfloat16, 300, 1e-2), (torch.float16, 400, 1e-2)]
+)
+def test_rows_far_from_zero_keep_their_digits(dtype, offset, tolerance):
+    """The mean of squares less the square of the mean would cancel, and a half-precision sum would overflow."""
+    torch.manual_seed(0)
+    x = (torch.randn(8, 768) * 4 + offset).to(dtype)
+    y = LayerNorm(768).to(dtype)(x).double()
+    expected = F.layer_norm(x.double(), (768,))
+    assert y.isfinite().all() and ((y - expected).norm() / expected.norm()) < tolerance
+
+
+def test_half_precision_input_with_float32_parameters():
+    x = torch.randn(4, 16).bfloat16()
+    y = LayerNorm(16)(x)
+    assert y.dtype == torch.bfloat16
+
+
+def test_any_strides_and_an_expanded_gradient():
+    torch.manual_seed(0)
+    norm = random_norm(6, torch.float64)
+    x = torch.randn(6, 4, 3, dtype=torch.float64).transpose(0, 2).requires_grad_()
+    y = norm(x)
+    assert torch.allclose(y, F.layer_norm(x, (6,), norm.weight, norm.bias), atol=1e-12)
+    y.sum().backward()
+    expected = torch.autograd.grad(F.layer_norm(x, (6,), norm.weight, norm.bias).sum(), x)[0]
+    assert torch.allclose(x.grad, expected, atol=1e-12)
+
+
+def test_one_tensor_of_the_inputs_size_is_kept_for_the_backward():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        LayerNorm(64)(torch.randn(32, 64, requires_grad=True))
+    assert sum(count == 32 * 64 for count in kept) == 1 and sum(kept) < 1.2 * 32 * 64
+
+
+def test_a_second_derivative_is_refused_and_not_wrong():
+    x = torch.randn(3, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(LayerNorm(8)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_acts_on_the_last_axis_alone_and_keeps_shape_and_dtype(name):
+    torch.manual_seed(0)
+    norm = NORMS[name](8)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 5, 8).to(dtype)
+        y = norm.to(dtype)(x)
+        assert y.shape == x.shape and y.dtype == dtype
+        assert torch.equal(y.flatten(0, 1)[7], norm(x.flatten(0, 1)[7]))

@@ -1,0 +1,193 @@
+"""The loop as a whole, in this process, on a toy model and six kilobytes of text."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from conftest import toy_config
+from safetensors.torch import load_file
+
+import train as script
+from gpt import BLOCKS, checkpoint
+from gpt.data import Data
+from gpt.distributed import Compute
+
+CPU = Compute("cpu", "float32", "off")
+
+
+@pytest.fixture
+def run(tmp_path, text_file):
+    """Train with toy settings into a folder of this name; returns the folder."""
+
+    def start(name, resume=False, stop=script.StopRequest, **settings):
+        config = toy_config(**{"data": str(text_file), "steps": 8, "lr": 1e-2, "min_lr": 1e-3} | settings)
+        script.train(config, str(tmp_path / name), resume=resume, stop=stop)
+        return tmp_path / name
+
+    return start
+
+
+def contents(run):
+    """All tensors of the last checkpoint, and what the metrics say but for the speed."""
+    folder = checkpoint.find(run, "last")
+    tensors = load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+    return tensors, [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in metrics(run)]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def assert_same(one, other):
+    (tensors, records), (others, other_records) = contents(one), contents(other)
+    assert tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    assert records == other_records
+
+
+class StopAfter(script.StopRequest):
+    """Asks for a stop when asked for the n-th time whether to."""
+
+    def __init__(self, n):
+        self.n = n
+
+    @property
+    def signum(self):
+        self.n -= 1
+        return 2 if self.n <= 0 else None
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_every_placement_learns_with_the_default_rates(run, norm):
+    records = metrics(run("a", norm=norm, steps=60, eval_every=20, lr=2e-3, min_lr=2e-4, batch_size=8))
+    assert records[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
+    losses = [record["val_loss"] for record in records if "val_loss" in record]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < 3.5
+
+
+def test_twice_the_same_run_is_the_same_to_the_bit(run):
+    assert_same(run("a", dropout=0.2), run("b", dropout=0.2))
+
+
+def test_another_seed_is_another_run(run):
+    assert metrics(run("a", seed=1))[0]["loss"] != metrics(run("b", seed=2))[0]["loss"]
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+@pytest.mark.parametrize("stop", [3, 4, 7])
+def test_stopping_and_resuming_changes_no_bit(run, norm, stop):
+    """Also with dropout, several micro-batches, and a stop that is no step of evaluation."""
+    settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2}
+    whole = run("whole", **settings)
+    parts = run("parts", stop=StopAfter(stop), **settings)
+    assert checkpoint.find(parts, "last").name == f"step-{stop:06d}"
+    assert_same(whole, run("parts", resume=True, **settings))
+
+
+def test_metrics_after_a_kill_have_each_step_once(run):
+    whole = run("whole")
+    parts = run("parts", stop=StopAfter(4))
+    with open(parts / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')
+    run("parts", resume=True)
+    assert [record["step"] for record in metrics(parts)] == list(range(1, 9))
+    assert_same(whole, parts)
+
+
+def test_resuming_a_finished_run_changes_nothing(run):
+    before = contents(run("a"))
+    after = contents(run("a", resume=True))
+    assert before[1] == after[1] and all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+
+
+def test_micro_batches_are_the_batch_up_to_rounding(run):
+    (whole, records), (parts, others) = contents(run("whole")), contents(run("parts", micro_batch_size=1))
+    for name in whole:
+        if "/" not in name:
+            assert torch.allclose(whole[name], parts[name], atol=1e-4), name
+    for one, other in zip(records, others):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_evaluating_and_saving_change_nothing(run):
+    often, seldom = run("often", dropout=0.2, eval_every=1, save_every=3), run("seldom", dropout=0.2, eval_every=8)
+    (one, _), (other, _) = contents(often), contents(seldom)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_validation_loss_does_not_depend_on_the_batch(run, text_file):
+    model = checkpoint.load_model(run("a"))
+    losses = []
+    for rows in (1, 3, 8):
+        config = toy_config(batch_size=rows)
+        data = Data(torch.frombuffer(bytearray(text_file.read_bytes()), dtype=torch.uint8).numpy(), 16, rows, 0.2, 0)
+        losses += [script.evaluate(model, data, config, CPU) for _ in range(2)]
+    assert losses == pytest.approx([losses[0]] * 6, abs=1e-6)
+    assert losses[0] == pytest.approx(metrics(text_file.parent / "a")[-1]["val_loss"], abs=1e-6)
+
+
+def test_a_run_folder_has_its_parts(run):
+    folder = run("a", eval_every=3, keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best", "config.json", "last", "metrics.jsonl", "step-000008",
+    ]  # fmt: skip
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert (config["norm"], config["vocab_size"], config["steps"], config["format"]) == ("pre", 256, 8, 1)
+    assert [("val_loss" in record) for record in metrics(folder)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_best_is_the_step_of_the_least_validation_loss(run, tmp_path):
+    """Random letters can only be learnt by heart, so that the validation loss rises again."""
+    (tmp_path / "random.txt").write_text("".join(random.Random(0).choices("abcdefgh", k=600)), encoding="utf-8")
+    folder = run("a", data=str(tmp_path / "random.txt"), steps=300, eval_every=25, log_every=25, keep=1)
+    losses = {record["step"]: record["val_loss"] for record in metrics(folder) if "val_loss" in record}
+    best = min(losses, key=losses.get)
+    assert best < 300 and checkpoint.find(folder).name == f"step-{best:06d}"
+    assert checkpoint.find(folder, "last").name == "step-000300"
+
+
+def test_without_a_validation_split(run):
+    folder = run("a", val_fraction=0)
+    assert not any("val_loss" in record for record in metrics(folder)) and not (folder / "best").exists()
+    assert checkpoint.load_model(folder).config.n_layers == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(run, tmp_path):
+    with pytest.raises(
+        FloatingPointError, match=r"the run diverged \(step \d+: loss .*gradient norm .*\)\. Lower --lr"
+    ):
+        run("a", norm="none", lr=1e30, min_lr=0.0, warmup_steps=6, steps=20, save_every=1)
+    folder = tmp_path / "a"
+    for path in folder.glob("step-*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+    assert all(math.isfinite(record["loss"]) for record in metrics(folder))
+
+
+def test_nothing_is_written_before_a_mistake_is_found(run, tmp_path):
+    for settings in ({"data": "nowhere.txt"}, {"context_length": 5000}, {"norm": "prr"}, {"device": "cuda:99"}):
+        with pytest.raises(ValueError):
+            run("a", **settings)
+    assert not (tmp_path / "a").exists()
+
+
+def test_text_by_gpt2_tokens(run):
+    folder = run("a", tokenizer="gpt2", steps=2, context_length=8)
+    assert checkpoint.load_model(folder).config.vocab_size == 50257
+    assert metrics(folder)[0]["loss"] == pytest.approx(math.log(50257), rel=0.05)
+
+
+def test_bfloat16_on_the_cpu_is_close_and_keeps_float32_weights(run):
+    exact, rough = metrics(run("exact")), metrics(run("rough", dtype="bfloat16"))
+    assert rough[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.02)
+    assert rough[-1]["loss"] != exact[-1]["loss"]
