@@ -33,7 +33,6 @@ def call(module, *arguments, capsys):
 def here(tmp_path, text_file, monkeypatch):
     """A folder of its own to work in."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **settings: None, raising=False)
     return tmp_path
 
 

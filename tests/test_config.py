@@ -38,7 +38,7 @@ def test_flat_and_configure_are_opposites():
         ({"n_layer": 3}, r"unknown setting \(n_layer\)\. Did you mean n_layers"),
         ({"vocab_size": 300}, r"unknown setting \(vocab_size\)"),
         ({"model": 3}, r"unknown setting \(model\)"),
-        ({"n_heads": 5}, r"n_heads must divide d_model \(5 heads, width 192\)\. Use 3, 4 or 6"),
+        ({"n_heads": 5}, r"n_heads must divide d_model \(5 heads, width 128\)\. Use 2, 4 or 8"),
         ({"n_layers": 0}, r"n_layers is out of range \(0\)"),
         ({"context_length": 0}, "context_length is out of range"),
         ({"dropout": 1.0}, "dropout is out of range"),

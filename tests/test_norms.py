@@ -7,20 +7,27 @@ from gpt import NORMS, LayerNorm
 SHAPES = [(8,), (5, 8), (2, 3, 8), (2, 3, 768)]
 
 
+def values_and_gradients(function, x, parameters, upstream):
+    """(y, dx, dgamma, dbeta) of function(x, gamma, beta), or without beta."""
+    leaves = [tensor.detach().to(upstream.dtype).requires_grad_() for tensor in (x, *parameters)]
+    y = function(*leaves)
+    return (y.detach(), *torch.autograd.grad(y, leaves, upstream))
+
+
 def both(x, norm, upstream):
-    """(y, dx, dgamma, dbeta) of the hand-written norm in x's dtype, and of the library's in float64."""
-    results = []
-    for dtype, function in (
-        (x.dtype, norm),
-        (torch.float64, lambda x: F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)),
-    ):
-        leaf = x.detach().to(dtype).requires_grad_()
-        weight = norm.weight.detach().to(dtype).requires_grad_()
-        bias = None if norm.bias is None else norm.bias.detach().to(dtype).requires_grad_()
-        parameters = [p for p in (weight, bias) if p is not None] if function is not norm else list(norm.parameters())
-        y = function(leaf)
-        results.append((y.detach(), *torch.autograd.grad(y, [leaf, *parameters], upstream.to(dtype))))
-    return results
+    """The values and gradients of the hand-written norm in x's dtype, and of the library's in float64."""
+
+    def by_hand(x, *parameters):
+        return torch.func.functional_call(norm, dict(zip(("weight", "bias"), parameters)), x)
+
+    def library(x, *parameters):
+        return F.layer_norm(x, x.shape[-1:], *parameters, eps=norm.eps)
+
+    parameters = list(norm.parameters())
+    return (
+        values_and_gradients(by_hand, x, parameters, upstream),
+        values_and_gradients(library, x, parameters, upstream.double()),
+    )
 
 
 def random_norm(width, dtype, bias=True):

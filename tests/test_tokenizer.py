@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import shared
 
-from gpt.tokenizer import TOKENIZERS, VOCAB_BPE, Bytes, GPT2BPE
+from gpt.tokenizer import GPT2BPE, TOKENIZERS, VOCAB_BPE, Bytes
 
 
 @pytest.fixture(scope="module")

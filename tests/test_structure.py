@@ -1,0 +1,124 @@
+"""The promises of the README and of the tree."""
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TOY
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+
+# Who may import whom among ours.
+MAY_IMPORT = {
+    "__init__": set(),
+    "config": set(),
+    "tokenizer": set(),
+    "optim": set(),
+    "distributed": set(),
+    "generate": set(),
+    "norms": set(),
+    "data": set(),
+    "layers": {"config"},
+    "corpus": {"tokenizer"},
+    "blocks": {"layers", "norms", "config"},
+    "model": {"blocks", "norms", "config"},
+    "checkpoint": {"config", "model", "tokenizer"},
+}
+
+
+def imports(path):
+    """Names of all modules that a file imports, of ours as `config` for gpt.config."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} if node.module != "gpt" else {f"gpt.{alias.name}" for alias in node.names}
+    return {name.removeprefix("gpt.") for name in found}
+
+
+def test_who_imports_whom():
+    files = {path.stem: imports(path) for path in (ROOT / "gpt").glob("*.py")}
+    assert set(files) == set(MAY_IMPORT)
+    for name, modules in files.items():
+        assert modules & set(MAY_IMPORT) <= MAY_IMPORT[name], name
+        assert not modules & {script.removesuffix(".py") for script in SCRIPTS} - set(MAY_IMPORT), name
+
+
+def test_nothing_but_tests_uses_the_librarys_norm_or_pickle():
+    for path in [*(ROOT / "gpt").glob("*.py"), *ROOT.glob("*.py")]:
+        words = set(re.findall(r"[\w.]+", path.read_text(encoding="utf-8")))
+        assert not words & {"F.layer_norm", "nn.LayerNorm", "native_layer_norm", "pickle", "torch.load", "exec", "eval"}
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = (
+        "import sys, gpt, gpt.config; assert 'torch' not in sys.modules; gpt.LayerNorm; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_readmes_file_map_is_the_tree():
+    section = README.split("## Files")[1].split("```")[1]
+    listed = {line.split()[0] for line in section.splitlines() if line and not line.startswith(" ")}
+    here = {path.name for path in ROOT.glob("*.py")} | {"gpt/" + path.name for path in (ROOT / "gpt").glob("*.py")}
+    here |= {"configs/" + path.name for path in (ROOT / "configs").glob("*")} | {"data/gpt2/", "tests/"}
+    assert listed == here - {"gpt/__init__.py"}
+
+
+def commands():
+    """Every command of the README's sh blocks, the installation apart."""
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+    parts = [part.strip() for line in lines if line for part in line.split("#")[0].split("&&")]
+    return [part for part in parts if not part.startswith("pip install")]
+
+
+def test_ci_installs_and_tests_as_the_readme_says():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for line in ("pip install -r requirements.txt", "python -m pytest"):
+        assert line in README and line in ci
+
+
+def test_the_readmes_commands_run(tmp_path):
+    """In their order, in a copy of the tree, with toy sizes added to what trains."""
+    for name in ("gpt", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "data" / "gpt2", tmp_path / "data" / "gpt2")
+    for script in SCRIPTS:
+        shutil.copy(ROOT / script, tmp_path)
+    text = "It is a truth universally acknowledged.\n" * 200
+    for name in ("my.txt", "data/shakespeare.txt", "texts/one.txt", "texts/two.txt"):  # the second as if downloaded
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    toy = [word for name, value in TOY.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    ran = set()
+    for command in commands():
+        program, *arguments = shlex.split(command)
+        assert program == "python", command
+        if arguments[:2] == ["-m", "pytest"]:
+            continue
+        if arguments[0] == "train.py":
+            arguments += [*toy, "--steps", "2", "--batch-size", "2", "--tokenizer", "bytes", "--eval-every", "2"]
+        result = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=120
+        )
+        assert result.returncode == 0, (command, result.stderr)
+        ran.add(arguments[0])
+    assert ran == set(SCRIPTS)
+
+
+def test_the_readmes_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert blocks
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("path", sorted([*(ROOT / "gpt").glob("*.py"), *ROOT.glob("*.py")]), ids=lambda path: path.name)
+def test_a_file_answers_one_question(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 250
