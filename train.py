@@ -27,12 +27,13 @@ class StopRequest:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=False, stop=StopRequest) -> dict:
+def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=False, stop=None) -> dict:
     """Train as `config` says; returns the run folder under "run" and the last "step", "val_loss", "best_step" and
     "best_val_loss" (None without a validation split).
 
-    `out` is the run folder, by default a fresh one in runs/. Raises ValueError, before anything is written, for a
-    setting that does not work here; FloatingPointError, with all checkpoints intact, if the loss is not finite.
+    `out` is the run folder, by default a fresh one in runs/; `stop`, a StopRequest, ends the run early. Raises
+    ValueError, before anything is written, for a setting that does not work here; FloatingPointError, with all
+    checkpoints intact, if the loss is not finite.
     """
     import numpy as np
     import torch
@@ -54,6 +55,9 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
     if resume:
         run = Path(out)
         state = checkpoint.restore(run, model, optimizer)
+        if state["step"] > config.steps:
+            done = state["step"]
+            raise ValueError(f"the run is past that step already (steps {config.steps}, done {done}). Give more steps.")
         scaler.load_state_dict(state["scaler"])
     else:
         run = checkpoint.new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
@@ -77,7 +81,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         micro_batches = data.batch(step).split(config.micro_size)
         batch_loss = 0.0
         for tokens in micro_batches:
-            tokens = tokens.to(compute.device, non_blocking=True)
+            tokens = tokens.to(compute.device)
             with compute.autocast():
                 loss = next_token_loss(net(tokens[:, :-1]), tokens[:, 1:]) / len(micro_batches)
             scaler.scale(loss).backward()
@@ -89,18 +93,18 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         optimizer.zero_grad(set_to_none=True)
         return batch_loss, grad_norm
 
-    started, clock = state["step"], time.perf_counter()
+    timed_from, clock = state["step"], time.perf_counter()
     terminal = sys.stderr.isatty()
-    with tqdm(total=config.steps, initial=started, unit="step", disable=not terminal, leave=False) as bar:
-        for step in range(started + 1, config.steps + 1):
+    with tqdm(total=config.steps, initial=timed_from, unit="step", disable=not terminal, leave=False) as bar:
+        for step in range(state["step"] + 1, config.steps + 1):
             loss, grad_norm = update(step - 1)
             bar.update()
-            end = step == config.steps or stop.signum is not None
+            end = step == config.steps or (stop is not None and stop.signum is not None)
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
             logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
             saving = end or step % (config.save_every or config.eval_every) == 0
             if logging or saving:  # only now is anything read back from the device
-                tokens = (step - started) * config.batch_size * config.model.context_length
+                tokens = (step - timed_from) * config.batch_size * config.model.context_length
                 record = {"step": step, "loss": loss.item(), "lr": optim.lr_at(step - 1, config)}
                 record |= {"grad_norm": grad_norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - clock))}
                 if evaluating:
@@ -119,7 +123,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
                 state |= {"step": step, "scaler": scaler.state_dict()}
                 checkpoint.save(run, model, optimizer, state, config.keep)
             if logging or saving:
-                started, clock = step, time.perf_counter()
+                timed_from, clock = step, time.perf_counter()
             if end:
                 break
     return state | {"run": run}
@@ -167,7 +171,8 @@ def announce(config: TrainConfig, model, data, tokenizer, compute, run, step: in
     print(f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on")
     per_step = config.batch_size * m.context_length
     print(f"steps   {step:,} of {config.steps:,} done, {per_step:,} tokens each, AdamW at {config.lr:g}")
-    print(f"device  {compute.device}, {compute.dtype}, compile {compute.compile}")
+    compiling = "" if compute.compile == "off" else "; compiling, which takes a moment"
+    print(f"device  {compute.device}, {compute.dtype}{compiling}")
     print(f"run     {run}", flush=True)
 
 

@@ -127,6 +127,8 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     best if there is one, else the last. Raises ValueError if it is not there."""
     folder = Path(folder)
     if (folder / "state.json").exists():
+        if which is not None:
+            raise ValueError(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (folder / "last").exists():
         raise ValueError(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}")

@@ -108,6 +108,7 @@ def test_what_a_kill_left_behind_is_cleared_and_never_read(tmp_path):
     (tmp_path / ".step-000004").mkdir()
     (tmp_path / ".step-000004" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "step-000004").mkdir()  # renamed, and killed before `last` was moved
+    (tmp_path / "step-000004" / "state.json").write_text("{}", encoding="utf-8")
     assert checkpoint.find(tmp_path, "last").name == "step-000002"
     save(tmp_path, *everything, step=4)
     assert names(tmp_path) == ["best", "last", "step-000002", "step-000004"]
@@ -131,6 +132,8 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_named(tmp_path):
     save(tmp_path, *trained())
+    with pytest.raises(ValueError, match=r"is a checkpoint \(.*step-000002\)\. Name its run to choose last"):
+        checkpoint.find(tmp_path / "step-000002", "last")
     path = tmp_path / "step-000002" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"the checkpoint is damaged \(.*model\.safetensors"):

@@ -36,26 +36,33 @@ def here(tmp_path, text_file, monkeypatch):
     return tmp_path
 
 
+def after(prelude, script):
+    """Arguments for python: run the script once the prelude has taken something away."""
+    start = f"import runpy, socket, sys; sys.argv[0] = {script!r}; sys.path.insert(0, {str(ROOT)!r})"
+    return "-c", f"{start}; {prelude}; runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+
+
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
-def test_help_needs_no_torch(script, tmp_path):
-    block = f"import sys, runpy; sys.modules['torch'] = None; sys.argv = ['{script}', '--help']; "
-    result = python("-c", block + f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')", cwd=ROOT)
+def test_help_needs_no_torch(script):
+    result = python(*after("sys.modules['torch'] = None", script), "--help", cwd=ROOT)
     assert result.returncode == 0 and "usage: " + script in result.stdout and "(default: " in result.stdout
 
 
 def test_train_then_sample_from_another_folder(here):
-    """No network, no locale, an encoding warning is an error: nothing of it is needed."""
+    """Without a network, without a locale, and with an error for any text opened in the locale's encoding."""
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "NO_COLOR": "1"}
     strict = ["-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
-    train_it = [*strict, ROOT / "train.py", "--data", "text.txt", "--steps", 9, *FLAGS]
-    result = python(*train_it, cwd=here, env=environment)
+    train_it, sample_it = (
+        [*strict, *after("socket.socket.connect = None", name)] for name in ("train.py", "sample.py")
+    )
+    result = python(*train_it, "--data", "text.txt", "--steps", 9, *FLAGS, cwd=here, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stderr == "" and "\r" not in result.stdout
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[:5]] == ["model", "corpus", "steps", "device", "run"]
     assert sum(line.startswith("step ") for line in lines) == 9
     assert re.search(r"^validation loss \d\.\d+ nats per byte at step 9; best \d\.\d+ at step \d", result.stdout, re.M)
-    again = python(*strict, ROOT / "sample.py", "--prompt", "The é", "--seed", 3, cwd=here, env=environment)
+    again = python(*sample_it, "--prompt", "The é", "--seed", 3, cwd=here, env=environment)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("The é") and len(again.stdout) > 100
     assert "text-pre" in again.stderr and "seed 3" in again.stderr
@@ -76,6 +83,11 @@ def test_sampling_flags(here, capsys):
     short = call(sample, "r", "--max-new-tokens", 3, "--top-k", 5, "--top-p", 0.9, "--prompt", "ab", capsys=capsys)
     assert short[0] == 0 and len(short[1].rstrip("\n").encode()) <= 2 + 3 * 3
     assert "seed" in short[2] and re.search(r"seed (\d+)", short[2])
+    arguments = ["r", "--prompt", "a", "--max-new-tokens", 30, "--seed"]
+    one, other, two = (
+        call(sample, *arguments, *seed, capsys=capsys)[1] for seed in ([5], [6], [5, "--num-samples", 2])
+    )
+    assert two == one + other and one != other
     long = call(sample, "r", "--prompt", "x" * 40, capsys=capsys)
     assert long[1].startswith("x" * 40) and "warning: the model sees only the last 16 tokens of the prompt" in long[2]
 

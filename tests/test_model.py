@@ -40,7 +40,7 @@ def test_one_batch_is_learnt_by_heart(norm):
     torch.manual_seed(0)
     model = GPT(ModelConfig(norm=norm, vocab_size=61, n_layers=2, n_heads=2, d_model=32, context_length=16))
     optimizer, tokens = torch.optim.AdamW(model.parameters(), lr=1e-2), toy_tokens(2)
-    for _ in range(60):
+    for _ in range(120):
         loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
         optimizer.zero_grad()
         loss.backward()

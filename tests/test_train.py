@@ -10,7 +10,7 @@ from conftest import toy_config
 from safetensors.torch import load_file
 
 import train as script
-from gpt import BLOCKS, checkpoint
+from gpt import BLOCKS, GPT, checkpoint
 from gpt.data import Data
 from gpt.distributed import Compute
 
@@ -21,7 +21,7 @@ CPU = Compute("cpu", "float32", "off")
 def run(tmp_path, text_file):
     """Train with toy settings into a folder of this name; returns the folder."""
 
-    def start(name, resume=False, stop=script.StopRequest, **settings):
+    def start(name, resume=False, stop=None, **settings):
         config = toy_config(**{"data": str(text_file), "steps": 8, "lr": 1e-2, "min_lr": 1e-3} | settings)
         script.train(config, str(tmp_path / name), resume=resume, stop=stop)
         return tmp_path / name
@@ -97,8 +97,32 @@ def test_metrics_after_a_kill_have_each_step_once(run):
 
 def test_resuming_a_finished_run_changes_nothing(run):
     before = contents(run("a"))
+    with pytest.raises(ValueError, match=r"the run is past that step already \(steps 5, done 8\)"):
+        run("a", resume=True, steps=5)
     after = contents(run("a", resume=True))
     assert before[1] == after[1] and all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+
+
+def test_dropout_differs_from_step_to_step(run, tmp_path):
+    """All batches of this text are equal and the rate is next to nothing, so that dropout is all that changes."""
+    (tmp_path / "same.txt").write_text("a" * 500, encoding="utf-8")
+    settings = {"data": str(tmp_path / "same.txt"), "lr": 1e-30, "min_lr": 0.0}
+    for name, dropout, losses in (("none", 0.0, 1), ("some", 0.2, 8)):
+        assert len({record["loss"] for record in metrics(run(name, dropout=dropout, **settings))}) == losses
+
+
+def test_the_gradient_is_clipped_and_logged_as_it_was(run):
+    """Without memory and with a large epsilon AdamW's update is about lr times the gradient, so its norm shows."""
+    plain = {"beta1": 0.0, "beta2": 0.0, "adam_eps": 1e3, "weight_decay": 0.0, "steps": 1, "eval_every": 1}
+    plain |= {"lr": 1e3, "warmup_steps": 0, "min_lr": 1e3}
+    for name, clip in (("free", 0.0), ("clipped", 0.01)):
+        folder = run(name, grad_clip=clip, **plain)
+        torch.manual_seed(toy_config().seed)
+        start = GPT(checkpoint.load_model(folder).config).state_dict()
+        weights = checkpoint.load_model(folder).state_dict()
+        moved = sum((weights[key] - start[key]).square().sum() for key in start).sqrt().item()
+        norm = metrics(folder)[0]["grad_norm"]
+        assert norm > 0.1 and moved == pytest.approx(min(norm, clip or norm), rel=0.01)
 
 
 def test_micro_batches_are_the_batch_up_to_rounding(run):
