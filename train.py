@@ -103,16 +103,17 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
             logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
             saving = end or step % (config.save_every or config.eval_every) == 0
-            if logging or saving:  # only now is anything read back from the device
-                tokens = (step - timed_from) * config.batch_size * config.model.context_length
-                record = {"step": step, "loss": loss.item(), "lr": optim.lr_at(step - 1, config)}
-                record |= {"grad_norm": grad_norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - clock))}
-                if evaluating:
-                    record["val_loss"] = state["val_loss"] = evaluate(model, data, config, compute)
-                check_finite(record, scaler)
-                if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
-                    state |= {"best_step": step, "best_val_loss": state["val_loss"]}
-                    saving = True
+            if not (logging or saving):
+                continue  # without reading anything back from the device
+            tokens = (step - timed_from) * config.batch_size * config.model.context_length
+            record = {"step": step, "loss": loss.item(), "lr": optim.lr_at(step - 1, config)}
+            record |= {"grad_norm": grad_norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - clock))}
+            if evaluating:
+                record["val_loss"] = state["val_loss"] = evaluate(model, data, config, compute)
+            check_finite(record, scaler)
+            if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
+                state |= {"best_step": step, "best_val_loss": state["val_loss"]}
+                saving = True
             if logging:
                 with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
@@ -122,10 +123,9 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             if saving:
                 state |= {"step": step, "scaler": scaler.state_dict()}
                 checkpoint.save(run, model, optimizer, state, config.keep)
-            if logging or saving:
-                timed_from, clock = step, time.perf_counter()
             if end:
                 break
+            timed_from, clock = step, time.perf_counter()
     return state | {"run": run}
 
 
