@@ -16,7 +16,9 @@ def sample(given):
     compute = distributed.choose(given.device, given.dtype, "off", distributed.look(given.device))
     folder = checkpoint.find(given.run or checkpoint.newest_run(), given.checkpoint)
     config = checkpoint.read_state(folder)[1]
-    generate.check(config.model.vocab_size, given.max_new_tokens, given.temperature, given.top_k, given.top_p)
+    generate.check(
+        config.model.vocab_size, given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed
+    )
     if given.num_samples < 1:
         raise ValueError(f"num_samples is out of range ({given.num_samples}). It must be 1 or more.")
     if given.temperature == 0 and (given.seed is not None or given.num_samples > 1):

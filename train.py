@@ -14,17 +14,23 @@ from gpt.config import CommandLine, TrainConfig, configure, flat, lookup, read_t
 
 
 class StopRequest:
-    """Remembers that SIGINT or SIGTERM asked the program to stop after this step; a second one ends it at once."""
+    """Remembers, within a `with` block, that SIGINT or SIGTERM asked for a stop after this step; a second signal ends
+    the program at once."""
 
     signum = None
 
-    def listen(self):
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._asked)
+    def __enter__(self):
+        self._before = {signum: signal.signal(signum, self._asked) for signum in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
     def _asked(self, signum, frame):
         self.signum = signum
-        signal.signal(signum, signal.SIG_DFL)
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+
+    def __exit__(self, *exception):
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
 
 def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=False, stop=None) -> dict:
@@ -52,25 +58,27 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
     torch.manual_seed(config.seed)
     model = GPT(config.model).to(compute.device)
     optimizer, scaler = optim.make_optimizer(model, config), compute.scaler()
+    # `model` is what is evaluated, saved and sampled. Only `update` calls `net`, which may be compiled.
+    net, warning = distributed.compiled(model, data.batch(0)[: config.micro_size].to(compute.device)[:, :-1], compute)
+    if warning:
+        print(warning, file=sys.stderr)
     if resume:
         run = Path(out)
         state = checkpoint.restore(run, model, optimizer)
         if state["step"] > config.steps:
             done = state["step"]
             raise ValueError(f"the run is past that step already (steps {config.steps}, done {done}). Give more steps.")
-        scaler.load_state_dict(state["scaler"])
+        if scaler.is_enabled() and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        if any(state["config"][name] != getattr(config, name) for name in ("data", "val_fraction")):
+            state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text
+        checkpoint.forget_later_metrics(run, state["step"])
     else:
         run = checkpoint.new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
         state = {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}
     state["config"] = checkpoint.config_to_json(config)
     checkpoint.write(run / "config.json", json.dumps(state["config"], indent=1))
     announce(config, model, data, tokenizer, compute, run, state["step"])
-
-    # `model` is what is evaluated, saved and sampled. Only `update` calls `net`, which may be compiled.
-    example = data.batch(0)[: config.micro_size, :-1].to(compute.device)
-    net, warning = distributed.compiled(model, example, compute)
-    if warning:
-        print(warning, file=sys.stderr)
 
     def update(step):
         """One optimizer step; returns the batch's mean loss and its gradient norm, on the device."""
@@ -110,10 +118,12 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             record |= {"grad_norm": grad_norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - clock))}
             if evaluating:
                 record["val_loss"] = state["val_loss"] = evaluate(model, data, config, compute)
-            check_finite(record, scaler)
+            check_finite(record, scaler, model)
             if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
                 state |= {"best_step": step, "best_val_loss": state["val_loss"]}
                 saving = True
+            if not math.isfinite(record["grad_norm"]):
+                record["grad_norm"] = None  # JSON knows no infinity
             if logging:
                 with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
@@ -126,7 +136,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             if end:
                 break
             timed_from, clock = step, time.perf_counter()
-    return state | {"run": run}
+    return state | {"run": run, "unit": tokenizer.unit}
 
 
 def evaluate(model, data, config: TrainConfig, compute) -> float:
@@ -147,10 +157,11 @@ def evaluate(model, data, config: TrainConfig, compute) -> float:
     return total / count
 
 
-def check_finite(record: dict, scaler):
-    """Stop a run whose loss is not finite. A gradient norm that is not is left to the float16 scaler, if it is on."""
+def check_finite(record: dict, scaler, model):
+    """Stop a run whose losses or weights are not finite. In float16 the scaler mends a gradient that is not."""
     watched = ("loss", "val_loss") if scaler.is_enabled() else ("loss", "val_loss", "grad_norm")
-    if not all(math.isfinite(record[key]) for key in watched if key in record):
+    finite = all(math.isfinite(record[key]) for key in watched if key in record)
+    if not (finite and all(parameter.isfinite().all() for parameter in model.parameters())):
         raise FloatingPointError(
             f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
             f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; earlier checkpoints are intact."
@@ -171,9 +182,11 @@ def announce(config: TrainConfig, model, data, tokenizer, compute, run, step: in
     print(f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on")
     per_step = config.batch_size * m.context_length
     print(f"steps   {step:,} of {config.steps:,} done, {per_step:,} tokens each, AdamW at {config.lr:g}")
-    compiling = "" if compute.compile == "off" else "; compiling, which takes a moment"
-    print(f"device  {compute.device}, {compute.dtype}{compiling}")
+    print(f"device  {compute.device}, {compute.dtype}, compile {compute.compile}")
     print(f"run     {run}", flush=True)
+    if config.warmup_steps >= config.steps:
+        warmup = f"{config.warmup_steps} of {config.steps} steps"
+        print(f"warning: the run ends within its warm-up ({warmup}). Lower --warmup-steps.", file=sys.stderr)
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
@@ -202,8 +215,10 @@ def main(argv: list[str]):
     path, out, resume, overwrite = (given.pop(name) for name in ("config", "out", "resume", "overwrite"))
 
     def body():
-        if resume and (out is None or overwrite):
-            raise ValueError("--resume continues the run that --out names. Give --out RUN, without --overwrite.")
+        if (resume or overwrite) and out is None:
+            raise ValueError("--resume and --overwrite are about the run that --out names (none). Give --out RUN.")
+        if resume and overwrite:
+            raise ValueError("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
         settings = (read_toml(path) if path else {}) | given
         base = TrainConfig()
         if resume:
@@ -211,23 +226,22 @@ def main(argv: list[str]):
 
             base = read_state(find(out, "last"))[1]
         config = configure(settings, base)
-        for name, value in flat(config).items():
-            if resume and value != flat(base)[name]:
-                print(f"changed {name}: {flat(base)[name]} -> {value}")
-        stop = StopRequest()
-        stop.listen()
-        end = train(config, out, resume, overwrite, stop)
+        if resume:
+            for name, value in flat(base).items():
+                if value != flat(config)[name]:
+                    print(f"changed {name}: {value} -> {flat(config)[name]}")
+        with StopRequest() as stop:
+            end = train(config, out, resume, overwrite, stop)
         if stop.signum:
             print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
             return 128 + stop.signum
         if end["val_loss"] is not None:
-            unit = "byte" if config.tokenizer == "bytes" else "token"
-            print(f"validation loss {end['val_loss']:.4f} nats per {unit} at step {end['step']}", end="; ")
+            print(f"validation loss {end['val_loss']:.4f} nats per {end['unit']} at step {end['step']}", end="; ")
             print(f"best {end['best_val_loss']:.4f} at step {end['best_step']}")
         print(f"run {end['run']}; more of this: python sample.py {end['run']}\n")
         print(closing_sample(end["run"], config))
 
-    command.run(body)
+    command.run(body, "nobody reads the output any more (broken pipe). Continue with --resume; checkpoints are intact.")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ A checkpoint is written to a temporary folder, flushed to the disk and renamed, 
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from gpt.config import FORMAT, TrainConfig, configure, flat
 from gpt.model import GPT
@@ -39,23 +40,22 @@ def config_from_json(stored: dict) -> TrainConfig:
 def new_run(out: str | None, name: str, overwrite: bool) -> Path:
     """Make a run folder: `out`, or runs/NAME with a number where that is taken. Raises ValueError rather than touch a
     folder with something in it, unless it is a run and `overwrite` is set: then the old run is deleted."""
-    if out is None:
-        number = 1
-        while True:
-            run = Path("runs") / (name if number == 1 else f"{name}-{number}")
-            try:
-                run.mkdir(parents=True)
-                return run
-            except FileExistsError:
-                number += 1
-    run = Path(out)
-    if run.exists() and not (run.is_dir() and not any(run.iterdir())):
-        if not (run / "config.json").exists():
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    run = Path(out) if out else next(run for run in (Path("runs") / name for name in names) if not run.exists())
+    if run.is_file() or (run.is_dir() and any(run.iterdir())):
+        try:  # other programs write a config.json too
+            is_run = "format" in json.loads((run / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            is_run = False
+        if not is_run:
             raise ValueError(f"the output folder is not a run ({run.absolute()}). Name another with --out.")
         if not overwrite:
             raise ValueError(f"there is a run already ({run.absolute()}). Use --resume, --overwrite or another --out.")
         shutil.rmtree(run)
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=out is not None)
+    except OSError as error:
+        raise ValueError(f"cannot make the run folder ({run.absolute()}: {error.strerror}). Name another.") from None
     return run
 
 
@@ -72,11 +72,17 @@ def save(run: Path, model, optimizer, state: dict, keep: int):
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
-    save_file(model.state_dict(), new / "model.safetensors", metadata={"format": "pt"})
-    save_file(moments, new / "optimizer.safetensors", metadata={"format": "pt"})
-    (new / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    for path in (*new.iterdir(), new):
-        _flush(path)
+    try:
+        save_file(model.state_dict(), new / "model.safetensors", metadata={"format": "pt"})
+        save_file(moments, new / "optimizer.safetensors", metadata={"format": "pt"})
+        (new / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        for path in (*new.iterdir(), new):
+            _flush(path)
+    except (OSError, SafetensorError) as error:  # a full disk is either
+        shutil.rmtree(new)
+        raise OSError(
+            f"cannot save step {state['step']} ({error}). Make room; earlier checkpoints are intact."
+        ) from None
     if folder.exists():  # left by a kill before `last` was moved: nothing points at it
         _delete(folder)
     new.rename(folder)
@@ -85,9 +91,16 @@ def save(run: Path, model, optimizer, state: dict, keep: int):
     if state["best_step"] is not None:
         best = f"step-{state['best_step']:06d}"
         write(run / "best", str(state["best_step"]))
-    for other in sorted(run.glob("step-*"))[:-keep]:
+    for other in _checkpoints(run)[:-keep]:
         if other.name not in (best, folder.name):
             _delete(other)
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Its checkpoint folders, by step."""
+    return sorted(
+        (path for path in run.glob("step-*") if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:])
+    )
 
 
 def _delete(folder: Path):
@@ -131,7 +144,8 @@ def find(folder: str | Path, which: str | None = None) -> Path:
             raise ValueError(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (folder / "last").exists():
-        raise ValueError(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}")
+        again = " --overwrite" if (folder / "config.json").exists() else ""  # a run that was ended before it saved
+        raise ValueError(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}{again}")
     if which is None:
         which = "best" if (folder / "best").exists() else "last"
     step = which
@@ -139,15 +153,20 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         step = (folder / which).read_text(encoding="utf-8").strip()
     found = folder / f"step-{int(step):06d}" if step.isdecimal() else None
     if found is None or not found.is_dir():
-        there = [str(int(path.name[5:])) for path in sorted(folder.glob("step-*"))]
+        there = [str(int(path.name[5:])) for path in _checkpoints(folder)]
         raise ValueError(f"no such checkpoint ({which} in {folder}). Use best, last or a step of {', '.join(there)}.")
     return found
 
 
 def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
     """state.json and the configuration in it."""
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    return state, config_from_json(state["config"])
+    path = checkpoint / "state.json"
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        stored = state["config"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"the checkpoint is damaged ({path}: {error}). Use another one.") from None
+    return state, config_from_json(stored)
 
 
 def load_model(folder: str | Path) -> GPT:
@@ -160,15 +179,15 @@ def load_model(folder: str | Path) -> GPT:
 
 
 def restore(run: Path, model, optimizer) -> dict:
-    """Load the last checkpoint of a run into a model and its optimizer, and drop what its metrics say of later steps;
-    returns the state. Raises ValueError if the architecture differs: every name and shape may agree all the same, as
-    those of pre and post do."""
+    """Load the last checkpoint of a run into a model and its optimizer; returns the state. Raises ValueError if the
+    architecture differs: every name and shape may agree all the same, as those of pre and post do."""
     checkpoint = find(run, "last")
     state, stored = read_state(checkpoint)
     for setting in dataclasses.fields(model.config):
         theirs, ours = getattr(stored.model, setting.name), getattr(model.config, setting.name)
         if theirs != ours and setting.name != "dropout":
-            raise ValueError(f"the checkpoint has another {setting.name} ({theirs}, not {ours}). Leave it as it was.")
+            name = "vocab_size, that of the tokenizer" if setting.name == "vocab_size" else setting.name
+            raise ValueError(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
     model.load_state_dict(_tensors(checkpoint / "model.safetensors"))
     moments = {name: {} for name, _ in model.named_parameters()}
     for path, value in _tensors(checkpoint / "optimizer.safetensors").items():
@@ -179,16 +198,21 @@ def restore(run: Path, model, optimizer) -> dict:
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {i: moments[name] for i, name in enumerate(order)}, "param_groups": groups})
+    return state
+
+
+def forget_later_metrics(run: Path, step: int):
+    """Drop what a killed process wrote of steps after its last checkpoint, which will be done again."""
     metrics = run / "metrics.jsonl"
     if metrics.exists():
-        # A line without its end was cut short by a kill, so its step is later than the checkpoint's.
+        # A line without its end was cut short by the kill.
         lines = [line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-        write(metrics, "".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
-    return state
+        write(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(path)
-    except (SafetensorError, FileNotFoundError) as error:
+        # Not load_file, which maps the file into memory: Windows deletes no file that is mapped.
+        return load(path.read_bytes())
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"the checkpoint is damaged ({path}: {error}). Use another one.") from None

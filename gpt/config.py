@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import tomllib
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,11 @@ def _setting(default, text):
 def _require(ok, config, name, wanted):
     if not ok:
         raise ValueError(f"{name} is out of range ({getattr(config, name)}). It must be {wanted}.")
+
+
+def _nearest_divisors(number, wanted):
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:3])
 
 
 def _one_of(values):
@@ -53,11 +57,10 @@ class ModelConfig:
         _require(0 < self.norm_eps < math.inf, self, "norm_eps", "above 0, as 1e-5")
         _require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
         if self.d_model % self.n_heads:
-            near = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
-            near = sorted(near, key=lambda n: abs(n - self.n_heads))[:3]
+            near = _one_of(_nearest_divisors(self.d_model, self.n_heads))
             raise ValueError(
                 f"n_heads must divide d_model ({self.n_heads} heads, width {self.d_model}). "
-                f"Use {_one_of(sorted(near))} heads, or another width."
+                f"Use {near} heads, or another width."
             )
 
 
@@ -109,7 +112,7 @@ class TrainConfig:
         if self.batch_size % self.micro_size:
             raise ValueError(
                 f"micro_batch_size must divide batch_size ({self.micro_size} and {self.batch_size}). "
-                f"Use {_one_of([n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0])}."
+                f"Use {_one_of(_nearest_divisors(self.batch_size, self.micro_size))}."
             )
 
     @property
@@ -136,20 +139,24 @@ MODEL_SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.metada
 SETTINGS = MODEL_SETTINGS | {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata}
 
 
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+
+
+def _kind(name):
+    """The type of a setting, None apart."""
+    return next(kind for kind in (SETTINGS[name].type, *typing.get_args(SETTINGS[name].type)) if kind in KINDS)
+
+
 def _typed(name, value):
     """`value` as the type that the setting is declared with; an integer will do for a float."""
-    wanted = [t for t in (typing.get_args(SETTINGS[name].type) or [SETTINGS[name].type]) if t is not types.NoneType]
     if value is None and SETTINGS[name].default is None:
         return None
-    if type(value) is int and wanted == [float]:
+    kind = _kind(name)
+    if type(value) is int and kind is float and abs(value) < 2**53:
         return float(value)
-    if type(value) is not wanted[0]:
-        raise ValueError(f"{name} has the wrong type ({value!r}). It must be {_article(wanted[0])}.")
+    if type(value) is not kind:
+        raise ValueError(f"{name} has the wrong type ({value!r}). It must be {KINDS[kind]}.")
     return value
-
-
-def _article(kind):
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}[kind]
 
 
 def configure(settings: dict, base: TrainConfig = TrainConfig()) -> TrainConfig:
@@ -171,7 +178,7 @@ def flat(config: TrainConfig) -> dict:
 def read_toml(path: str | Path) -> dict:
     """The settings of a TOML file; ValueError if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(
             f"cannot read the configuration ({Path(path).absolute()}: {error.strerror}). "
@@ -190,7 +197,7 @@ class CommandLine(argparse.ArgumentParser):
     def add_settings(self, names=SETTINGS):
         """One flag for each setting. What the user does not give is absent from the parsed namespace."""
         for name in names:
-            kind = next(iter(typing.get_args(SETTINGS[name].type)), SETTINGS[name].type)
+            kind = _kind(name)
             how = {"type": kind, "metavar": kind.__name__}
             if kind is bool:
                 how = {"action": argparse.BooleanOptionalAction}
@@ -202,7 +209,8 @@ class CommandLine(argparse.ArgumentParser):
         dashed = []
         for word in argv:
             flag, equals, value = word.partition("=")
-            dashed.append((flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value)
+            option = flag.replace("_", "-")
+            dashed.append((option if option in self._option_string_actions else flag) + equals + value)
         known, extra = self.parse_known_args(dashed)
         if extra:
             flags = [option for action in self._actions for option in action.option_strings]
@@ -213,19 +221,30 @@ class CommandLine(argparse.ArgumentParser):
         return known
 
     def error(self, message):
-        self.exit(2, "error: " + " ".join(message.split()) + "\n")
+        hint = "" if message.endswith((".", "?")) else ". See --help."  # argparse's own messages have no remedy
+        self.exit(2, "error: " + " ".join(message.split()) + hint + "\n")
 
-    def run(self, body: typing.Callable[[], int | None]):
-        """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1."""
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    def run(self, body: typing.Callable[[], int | None], unread: str | None = None):
+        """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1.
+        That nobody reads the output any more is no failure, unless `unread` says what is lost by it."""
+        if sys.stdout is not None:
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         try:
             sys.exit(body())
-        except BrokenPipeError:  # `sample.py | head`: the reader has seen enough
+        except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+            self.fail(unread) if unread else sys.exit(0)
         except KeyboardInterrupt:
             sys.exit(130)
         except ValueError as error:
             self.error(str(error))
         except (OSError, FloatingPointError) as error:
-            self.exit(1, "error: " + " ".join(str(error).split()) + "\n")
+            self.fail(str(error))
+        except (MemoryError, RuntimeError) as error:  # torch's, on every device, are RuntimeErrors
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            what = str(error).partition("\n")[0]
+            self.fail(f"out of memory ({what}). Lower --micro-batch-size, --context-length or --d-model.")
+
+    def fail(self, message: str):
+        self.exit(1, "error: " + " ".join(message.split()) + "\n")

@@ -21,7 +21,7 @@ def load(data: str, tokenizer) -> np.ndarray:
     `data` is a key of CORPORA, a text file, or a folder whose .txt files, sorted by path, are a document each.
     Text is UTF-8 and kept byte for byte, line ends included. Raises ValueError for what is missing, empty, not UTF-8.
     """
-    documents = CORPORA[data]() if data in CORPORA else _read(Path(data))
+    documents = CORPORA[data]() if data in CORPORA else _read(data)
     separator = np.array(tokenizer.separator, dtype=tokenizer.dtype)
     parts = [part for document in documents for part in (separator, tokenizer.encode(document))]
     return np.concatenate(parts[1:])
@@ -32,22 +32,26 @@ def name(data: str) -> str:
     return data if data in CORPORA else Path(data).absolute().stem
 
 
-def _read(path: Path) -> list[str]:
-    if not path.exists():
+def _read(data: str) -> list[str]:
+    path = Path(data)
+    if not path.exists() or not data:
         raise ValueError(
             f"no corpus of that name and no such file ({path.absolute()}). "
             f"Known names: {', '.join(CORPORA)}; else give a text file or a folder of .txt files."
         )
     if not path.is_dir():
         return [_text(path)]
-    files = sorted(path.rglob("*.txt"))
+    files = sorted(file for file in path.rglob("*.txt") if file.is_file())
     if not files:
         raise ValueError(f"no .txt file in the folder ({path.absolute()}). Put the corpus there as UTF-8 .txt files.")
     return [_text(file) for file in files]
 
 
 def _text(path: Path) -> str:
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the text ({path}: {error.strerror}). Give another file.") from None
     if not raw.strip():
         raise ValueError(f"the text is empty ({path}). Give a file with text in it.")
     try:

@@ -1,6 +1,7 @@
 """Where the work runs and in which number format."""
 
 import contextlib
+import re
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine offers: CUDA GPUs, whether they compute in bfloat16, and an Apple GPU."""
+    """What a machine offers: CUDA GPUs, whether they all compute in bfloat16, and an Apple GPU."""
 
     cuda: int = 0
     bfloat16: bool = False
@@ -45,7 +46,7 @@ def look(device: str) -> Machine:
     return Machine(
         cuda=cuda,
         # Before compute capability 8 bfloat16 is emulated, and slow.
-        bfloat16=cuda > 0 and torch.cuda.get_device_capability()[0] >= 8,
+        bfloat16=cuda > 0 and all(torch.cuda.get_device_capability(index)[0] >= 8 for index in range(cuda)),
         mps=torch.backends.mps.is_available(),
     )
 
@@ -59,7 +60,7 @@ def choose(device: str, dtype: str, compile: str, machine: Machine) -> Compute:
     if device == "auto":
         device = "cuda" if machine.cuda else "mps" if machine.mps else "cpu"
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
+    if not re.fullmatch("cpu|mps|cuda(:(0|[1-9][0-9]*))?", device):
         raise ValueError(f"unknown device ({device}). Use auto, cpu, cuda, cuda:N or mps.")
     there = {"cpu": True, "cuda": machine.cuda > int(index or 0), "mps": machine.mps}
     if not there[kind]:

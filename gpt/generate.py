@@ -27,22 +27,21 @@ class KVCache:
 
 @contextlib.contextmanager
 def _inference(model, caches):
-    """Evaluation mode, no gradients, and the caches in their attention layers, for the length of a `with` block."""
+    """Evaluation mode, no gradients, and each attention layer's cache in it, for the length of a `with` block."""
     training = model.training
-    layers = [module for module in model.modules() if hasattr(module, "cache")]
     model.eval()
-    for layer, cache in zip(layers, caches):
+    for layer, cache in caches.items():
         layer.cache = cache
     try:
         with torch.no_grad():
             yield
     finally:
-        for layer in layers:
+        for layer in caches:
             layer.cache = None
         model.train(training)
 
 
-def check(vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None):
+def check(vocab_size, max_new_tokens, temperature, top_k=None, top_p=None, seed=None):
     """Raise ValueError for a sampling setting that is out of range or has no effect."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is out of range ({max_new_tokens}). It must be 1 or more.")
@@ -52,6 +51,8 @@ def check(vocab_size: int, max_new_tokens: int, temperature: float, top_k: int |
         raise ValueError(f"top_k is out of range ({top_k}). It must be from 1 to the vocabulary's size, {vocab_size}.")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is out of range ({top_p}). It must be above 0 and at most 1.")
+    if seed is not None and not 0 <= seed < 2**62:
+        raise ValueError(f"seed is out of range ({seed}). It must be at least 0 and below 2**62.")
     if temperature == 0 and (top_k, top_p) != (None, None):
         raise ValueError("top_k and top_p have no effect at temperature 0, which is greedy. Leave them out.")
 
@@ -63,10 +64,9 @@ def choose(logits, temperature: float, top_k: int | None, top_p: float | None, g
     logits = logits.float().cpu()  # random numbers differ between devices
     if temperature == 0:
         return logits.argmax(-1)
-    count = logits.size(-1) if top_k is None else top_k
-    top, order = logits.topk(count) if top_k or top_p else (logits, None)
-    # Less the largest first, since a small temperature would overflow.
-    p = ((top - top.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    top, order = logits.topk(top_k or logits.size(-1)) if top_k or top_p else (logits, None)
+    # Less the largest first, and in float64, since a small temperature would overflow.
+    p = ((top - top.amax(-1, keepdim=True)).double() / temperature).softmax(-1)
     if top_p is not None:
         p = p.where(p.cumsum(-1) - p < top_p, 0)
     drawn = torch.stack([row.multinomial(1, generator=generator) for row, generator in zip(p, generators)])
@@ -90,16 +90,16 @@ def stream(
     one, so nothing can be kept and each step costs a whole context, with or without a cache.
     Raises ValueError for settings that are out of range.
     """
-    check(model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
+    check(model.config.vocab_size, max_new_tokens, temperature, top_k, top_p, seed)
     context = model.config.context_length
     generators = [torch.Generator() for _ in tokens]
     for row, generator in enumerate(generators):
         generator.seed() if seed is None else generator.manual_seed(seed + row)
-    caches = [KVCache(context) for _ in range(model.config.n_layers)] if use_cache else []
+    caches = {layer: KVCache(context) for layer in model.modules() if use_cache and hasattr(layer, "cache")}
     start = 0
     for _ in range(max_new_tokens):
         if tokens.size(1) > context:
-            tokens, caches, start = tokens[:, -context:], [], 0
+            tokens, caches, start = tokens[:, -context:], {}, 0
         with _inference(model, caches):
             x = model.residual_stream(tokens[:, start:], start)
             logits = model.readout(x[:, -1:])[:, 0]

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt.blocks import BLOCKS, make_norm
-from gpt.config import ModelConfig, lookup
+from gpt.config import ModelConfig, lookup, unknown
 from gpt.norms import NORMS
 
 
@@ -47,8 +47,10 @@ class GPT(nn.Module):
 
     def count_parameters(self, kind: str = "all") -> int:
         """Numbers that are trained, in the whole model ("all") or in its normalization layers ("norm")."""
-        modules = {"all": [self], "norm": [m for m in self.modules() if isinstance(m, tuple(NORMS.values()))]}
-        return sum(p.numel() for module in lookup(modules, kind, "kind of parameters") for p in module.parameters())
+        if kind not in ("all", "norm"):
+            raise ValueError(unknown("kind of parameters", kind, ("all", "norm")))
+        modules = [self] if kind == "all" else [m for m in self.modules() if isinstance(m, tuple(NORMS.values()))]
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def next_token_loss(logits, targets):

@@ -24,8 +24,10 @@ class _LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, eps):
         x_float = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        # Two passes, the mean first: E[x^2] - E[x]^2 would cancel for rows far from zero.
+        # Two passes, the mean first: E[x^2] - E[x]^2 would cancel for rows far from zero. There the mean is rounded
+        # itself, by more than a flat row's deviation, so what is left of it goes too.
         n = x_float - x_float.mean(-1, keepdim=True)
+        n -= n.mean(-1, keepdim=True)
         r = (n.square().mean(-1, keepdim=True) + eps).rsqrt_()
         n = n.mul_(r)
         ctx.save_for_backward(n, r, gamma)
@@ -41,11 +43,10 @@ class _LayerNormFunction(torch.autograd.Function):
         x_dtype, gamma_dtype, beta_dtype = ctx.dtypes
         g, gamma = g.to(n.dtype), gamma.to(n.dtype)
         d = n.size(-1)
-        gn = g * n
-        # mean(h) and mean(h * n) as products with gamma: one pass each, and nothing of the input's size is allocated.
-        mean_h = (g @ gamma).div_(d).unsqueeze(-1)
-        mean_hn = (gn @ gamma).div_(d).unsqueeze(-1)
-        dx = (g * gamma).sub_(mean_h).addcmul_(n, mean_hn, value=-1).mul_(r)
+        h, gn = g * gamma, g * n
+        # No matrix product here: one of `h * n` with ones would be rounded to half precision under autocast.
+        mean_h, mean_hn = h.mean(-1, keepdim=True), (gn * gamma).mean(-1, keepdim=True)
+        dx = h.sub_(mean_h).addcmul_(n, mean_hn, value=-1).mul_(r)
         dgamma = gn.reshape(-1, d).sum(0).to(gamma_dtype)
         dbeta = g.reshape(-1, d).sum(0).to(beta_dtype) if beta_dtype else None
         return dx.to(x_dtype), dgamma, dbeta, None

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import signal
+import sys
 
 import pytest
 import torch
@@ -115,19 +117,47 @@ def test_what_a_kill_left_behind_is_cleared_and_never_read(tmp_path):
     assert checkpoint.load_model(tmp_path / "step-000004").config == everything[2].model
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path):
+    import resource
+
     everything = trained()
     save(tmp_path, *everything)
-
-    def full(*arguments, **settings):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_flush", full)
-        with pytest.raises(OSError):
-            save(tmp_path, *everything, step=4)
-    assert checkpoint.find(tmp_path, "last").name == "step-000002"
+    before, limits = names(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for largest in (0, 20_000):  # no file at all; a file cut short
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails, as on a full disk
+        try:
+            with pytest.raises(OSError, match=r"cannot save step 4 \(.*\)\. Make room; earlier checkpoints are intact"):
+                save(tmp_path, *everything, step=4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert names(tmp_path) == before
     checkpoint.load_model(tmp_path)
+
+
+def test_folders_of_the_users_own_are_let_be_and_steps_are_numbers(tmp_path):
+    everything = trained()
+    (tmp_path / "step-000001-mine").mkdir()
+    (tmp_path / "step-000001.tar").write_bytes(b"mine")
+    for step in (999_000, 1_000_000, 1_001_000):
+        save(tmp_path, *everything, step=step, best_step=None)
+    assert names(tmp_path) == ["last", "step-000001-mine", "step-000001.tar", "step-1000000", "step-1001000"]
+
+
+def test_a_loaded_checkpoint_is_not_held_open(tmp_path):
+    """Windows would refuse to delete it. The tensors own their memory: changing the file changes nothing."""
+    model, optimizer, config = trained()
+    save(tmp_path, model, optimizer, config)
+    again, other, _ = trained(steps=1)
+    checkpoint.restore(tmp_path, again, other)
+    loaded = checkpoint.load_model(tmp_path)
+    for path in (tmp_path / "step-000002").glob("*.safetensors"):
+        with open(path, "r+b") as file:
+            file.write(b"\xff" * path.stat().st_size)
+    assert torch.equal(loaded(toy_tokens()), model(toy_tokens()))
+    assert all(value.isfinite().all() for state in other.state.values() for value in state.values())
 
 
 def test_a_damaged_file_is_named(tmp_path):
@@ -138,11 +168,19 @@ def test_a_damaged_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"the checkpoint is damaged \(.*model\.safetensors"):
         checkpoint.load_model(tmp_path)
+    for content in ("", "{", "{}", "[]", "3"):
+        path.with_name("state.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"the checkpoint is damaged \(.*state\.json"):
+            checkpoint.load_model(tmp_path)
 
 
 def test_where_there_is_nothing_to_load(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint there \(.*nowhere\)\. Train one: python train\.py --out"):
         checkpoint.load_model(tmp_path / "nowhere")
+    (tmp_path / "early").mkdir()
+    checkpoint.write(tmp_path / "early" / "config.json", '{"format": 1}')
+    with pytest.raises(ValueError, match=r"no checkpoint there .* --overwrite$"):
+        checkpoint.find(tmp_path / "early")
     with pytest.raises(ValueError, match=r"no run yet \(.*\)\. Train one first: python train\.py"):
         checkpoint.newest_run(tmp_path)
 
@@ -168,6 +206,9 @@ def test_settings_come_back_with_their_types():
 
 def test_a_fresh_run_takes_the_next_free_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"cannot make the run folder \(.*sub: Not a directory\)"):
+        checkpoint.new_run("file/sub", "", False)
     made = [str(checkpoint.new_run(None, "text-pre", False)).replace("\\", "/") for _ in range(3)]
     assert made == ["runs/text-pre", "runs/text-pre-2", "runs/text-pre-3"]
 
@@ -175,11 +216,12 @@ def test_a_fresh_run_takes_the_next_free_name(tmp_path, monkeypatch):
 def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     run, foreign = tmp_path / "run", tmp_path / "foreign"
     assert checkpoint.new_run(str(run), "", False) == run and checkpoint.new_run(str(run), "", False) == run
-    checkpoint.write(run / "config.json", "{}")
+    checkpoint.write(run / "config.json", '{"format": 1}')
     with pytest.raises(ValueError, match=r"there is a run already \(.*\)\. Use --resume, --overwrite or another --out"):
         checkpoint.new_run(str(run), "", False)
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work", encoding="utf-8")
+    (foreign / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     for overwrite in (False, True):
         for place in (foreign, foreign / "thesis.txt"):
             with pytest.raises(ValueError, match="the output folder is not a run"):

@@ -107,7 +107,10 @@ BAD_TRAIN = [
     (["--device", "cuda:7"], "the device is not there (cuda:7"),
     (["--tokenizer", "byte"], "unknown tokenizer (byte). Did you mean bytes?"),
     (["--micro-batch-size", "3"], "must divide batch_size"),
-    (["--resume"], "--resume continues the run that --out names"),
+    (["--resume"], "--resume and --overwrite are about the run that --out names"),
+    (["--overwrite"], "--resume and --overwrite are about the run that --out names"),
+    (["--overwrite", "--resume", "--out", "r"], "Give one of them"),
+    (["--out", "text.txt/sub"], "cannot make the run folder"),
     (["--resume", "--out", "nowhere"], "no checkpoint there"),
     (["--out", "."], "the output folder is not a run"),
 ]
@@ -136,6 +139,7 @@ BAD_SAMPLE = [
     (["--temperature", "-1"], "temperature is out of range (-1.0)"),
     (["--temperature", "nan"], "temperature is out of range (nan)"),
     (["--temperature", "0", "--seed", "1"], "seed and num_samples have no effect"),
+    (["--seed", "99999999999999999999999"], "seed is out of range"),
     (["--num-samples", "0"], "num_samples is out of range (0)"),
     (["--max-new-tokens", "0"], "max_new_tokens is out of range (0)"),
     (["--prompt", "a", "--prompt-file", "text.txt"], "two prompts"),
@@ -186,6 +190,23 @@ def test_a_signal_saves_and_the_run_can_be_resumed(here, signum):
     assert result.returncode == 0, result.stderr
     steps = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     assert steps == list(range(1, step + 4))
+
+
+def test_a_reader_who_leaves_training_early_is_told_what_is_lost(here):
+    arguments = [sys.executable, ROOT / "train.py", "--data", "text.txt", "--out", "r", "--steps", "100000", *FLAGS]
+    process = subprocess.Popen(arguments, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 1 and err.startswith("error: nobody reads the output") and err.count("\n") == 1
+    process.stderr.close()
+
+
+def test_too_little_memory_is_one_line(here, capsys):
+    for too_much in (["--d-model", 2**26, "--n-layers", 1], ["--batch-size", 10**12]):
+        status, _, err = call(train, "--data", "text.txt", *FLAGS, *too_much, capsys=capsys)
+        assert status == 1 and err.startswith("error: out of memory") and err.count("\n") == 1
+    assert not (here / "runs").exists()
 
 
 def test_a_reader_who_leaves_early_is_no_error(here, capsys):

@@ -55,11 +55,13 @@ def test_flat_and_configure_are_opposites():
         ({"save_every": 0}, "save_every is out of range"),
         ({"seed": -1}, "seed is out of range"),
         ({"compile": "yes"}, "compile is out of range"),
-        ({"batch_size": 8, "micro_batch_size": 16}, r"must divide batch_size \(16 and 8\)\. Use 1, 2, 4 or 8"),
+        ({"batch_size": 8, "micro_batch_size": 16}, r"must divide batch_size \(16 and 8\)\. Use 2, 4 or 8"),
         ({"steps": 1.5}, r"steps has the wrong type \(1.5\)\. It must be a whole number"),
         ({"steps": True}, "steps has the wrong type"),
         ({"bias": 1}, "bias has the wrong type"),
         ({"norm": ["pre"]}, "norm has the wrong type"),
+        ({"lr": 10**400}, "lr has the wrong type"),
+        ({"batch_size": 720720, "micro_batch_size": 17}, r"\(17 and 720720\)\. Use 15, 16 or 18\."),
     ],
 )
 def test_what_a_user_can_get_wrong(settings, message):
@@ -83,6 +85,11 @@ def test_a_file_that_is_no_toml(tmp_path, content, message):
         read_toml(tmp_path / "missing.toml")
 
 
+def test_a_toml_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.toml").write_text("\ufeffsteps = 3", encoding="utf-8")
+    assert read_toml(tmp_path / "a.toml") == {"steps": 3}
+
+
 def parse(*argv):
     command = CommandLine()
     command.add_settings()
@@ -97,6 +104,7 @@ def test_flags_are_the_fields_with_underscores_or_dashes():
         "n_layers": 6, "n_heads": 3, "bias": False, "final_norm": True, "micro_batch_size": 2, "data": "a_b",
     }  # fmt: skip
     assert parse() == {}
+    assert parse("--data=--my_text", "--tokenizer", "a_b") == {"data": "--my_text", "tokenizer": "a_b"}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +116,7 @@ def test_flags_are_the_fields_with_underscores_or_dashes():
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--steps"], "argument --steps: expected one argument"),
         (["pre"], "unexpected argument (pre)"),
+        (["--steps", "x"], "See --help."),
     ],
 )
 def test_a_bad_flag_is_one_line_and_status_2(argv, message, capsys):

@@ -51,6 +51,7 @@ def bad_utf8(folder):
         ("x.txt", bad_utf8, r"not UTF-8 text \(.*x\.txt, byte 0xff at offset 3\)"),
         ("", bad_utf8, r"not UTF-8 text \(.*x\.txt"),
         ("", lambda f: (f / "x.md").write_text("no", encoding="utf-8"), "no .txt file in the folder"),
+        ("", lambda f: (f / "x.txt").mkdir(), "no .txt file in the folder"),
     ],
 )
 def test_a_text_that_cannot_be_used(tmp_path, name, prepare, message):
@@ -58,6 +59,12 @@ def test_a_text_that_cannot_be_used(tmp_path, name, prepare, message):
         prepare(tmp_path)
     with pytest.raises(ValueError, match=message):
         corpus.load(str(tmp_path / name), Bytes())
+
+
+def test_no_name_is_not_the_working_folder(text_file, monkeypatch):
+    monkeypatch.chdir(text_file.parent)
+    with pytest.raises(ValueError, match="no corpus of that name"):
+        corpus.load("", Bytes())
 
 
 def test_a_corpus_has_a_name_for_folders(tmp_path):

@@ -5,7 +5,9 @@ import torch
 from conftest import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, ModelConfig
+from gpt.blocks import Block
 from gpt.generate import KVCache, choose, generate, stream, stream_text
+from gpt.layers import Attention
 from gpt.tokenizer import GPT2BPE, Bytes
 
 GREEDY = {"temperature": 0}
@@ -33,6 +35,22 @@ def test_cached_logits_in_chunks_are_those_of_one_pass(norm, chunk, dtype, toler
     assert (cached - model(tokens)).abs().max() < tolerance
 
 
+def test_a_block_with_two_attentions_has_a_cache_for_each(monkeypatch):
+    class Twice(Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.attn2 = Attention(config)
+
+        def forward(self, x):
+            x = x + self.attn2(x + self.attn(self.attn_norm(x)))
+            return x + self.mlp(self.mlp_norm(x))
+
+    monkeypatch.setitem(BLOCKS, "twice", Twice)
+    model, tokens = toy_model(norm="twice"), toy_tokens(2, 3)
+    cached, plain = (generate(model, tokens, 20, **GREEDY, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
 def test_greedy_takes_the_likeliest_of_the_last_contexts_logits():
     model, tokens = toy_model(), toy_tokens(1, 20)
     expected = tokens
@@ -41,7 +59,7 @@ def test_greedy_takes_the_likeliest_of_the_last_contexts_logits():
     assert torch.equal(generate(model, tokens, 5, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-8}, {"temperature": 1e-45}])
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-8}, {"temperature": 1e-300}])
 def test_limits_that_are_greedy(settings):
     model, tokens = toy_model(), toy_tokens(2, 5)
     assert torch.equal(generate(model, tokens, 9, **settings), generate(model, tokens, 9, **GREEDY))
@@ -119,6 +137,8 @@ def test_the_model_is_left_as_it_was(training):
         ({"top_k": 62}, "top_k is out of range"),
         ({"top_p": 0.0}, "top_p is out of range"),
         ({"top_p": 1.1}, "top_p is out of range"),
+        ({"seed": -1}, r"seed is out of range \(-1\)"),
+        ({"seed": 10**30}, "seed is out of range"),
         ({"temperature": 0, "top_k": 3}, "have no effect at temperature 0"),
     ],
 )

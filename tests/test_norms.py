@@ -87,6 +87,22 @@ def test_rows_far_from_zero_keep_their_digits(dtype, offset, tolerance):
     assert y.isfinite().all() and ((y - expected).norm() / expected.norm()) < tolerance
 
 
+@pytest.mark.parametrize("value", [7.0, 0.1, 12345.678, -3e30])
+def test_a_row_of_equal_numbers_gives_beta_whatever_their_size(value):
+    norm = random_norm(768, torch.float32)
+    assert torch.equal(norm(torch.full((4, 768), value)), norm.bias.expand(4, 768))
+
+
+def test_the_backward_is_exact_under_autocast_too():
+    """Autocast would do a matrix product in bfloat16, also within the backward, where the compiler traces it."""
+    torch.manual_seed(0)
+    norm, x, upstream = random_norm(256, torch.float32), torch.randn(64, 256, requires_grad=True), torch.randn(64, 256)
+    y = norm(x)
+    (expected,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(y, x, upstream)[0], expected)
+
+
 def test_half_precision_input_with_float32_parameters():
     x = torch.randn(4, 16).bfloat16()
     y = LayerNorm(16)(x)

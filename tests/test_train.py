@@ -95,10 +95,13 @@ def test_metrics_after_a_kill_have_each_step_once(run):
     assert_same(whole, parts)
 
 
-def test_resuming_a_finished_run_changes_nothing(run):
+def test_resuming_a_finished_run_changes_nothing(run, tmp_path):
     before = contents(run("a"))
+    written = (tmp_path / "a" / "metrics.jsonl").read_bytes() + b'{"step": 9, "lo'
+    (tmp_path / "a" / "metrics.jsonl").write_bytes(written)
     with pytest.raises(ValueError, match=r"the run is past that step already \(steps 5, done 8\)"):
         run("a", resume=True, steps=5)
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == written
     after = contents(run("a", resume=True))
     assert before[1] == after[1] and all(torch.equal(before[0][name], after[0][name]) for name in before[0])
 
@@ -187,15 +190,40 @@ def test_without_a_validation_split(run):
     assert checkpoint.load_model(folder).config.n_layers == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(run, tmp_path):
-    with pytest.raises(
-        FloatingPointError, match=r"the run diverged \(step \d+: loss .*gradient norm .*\)\. Lower --lr"
-    ):
-        run("a", norm="none", lr=1e30, min_lr=0.0, warmup_steps=6, steps=20, save_every=1)
+@pytest.mark.parametrize("norm, lr, warmup_steps", [("none", 1e30, 6), ("pre", 1e300, 0)])  # the loss; the weights
+def test_what_is_not_finite_stops_the_run_and_spoils_nothing(run, tmp_path, norm, lr, warmup_steps):
+    bad = {"lr": lr, "min_lr": 0.0, "warmup_steps": warmup_steps, "steps": 20, "save_every": 1, "val_fraction": 0}
+    message = r"the run diverged \(step \d+: loss .*gradient norm .*\)\. Lower --lr"
+    with pytest.raises(FloatingPointError, match=message):
+        run("a", norm=norm, **bad)
     folder = tmp_path / "a"
     for path in folder.glob("step-*/model.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(path).values())
-    assert all(math.isfinite(record["loss"]) for record in metrics(folder))
+    if (folder / "metrics.jsonl").exists():
+        assert all(math.isfinite(record["loss"]) for record in metrics(folder))
+    assert (folder / "last").exists() == (norm == "none")
+
+
+def test_a_loss_on_another_text_is_not_the_best_of_this_one(run, tmp_path):
+    run("a")
+    (tmp_path / "other.txt").write_text("something else. " * 200, encoding="utf-8")
+    run("a", resume=True, data=str(tmp_path / "other.txt"), steps=9, eval_every=100)
+    state = checkpoint.read_state(checkpoint.find(tmp_path / "a", "last"))[0]
+    assert state["best_step"] == 9 and state["best_val_loss"] == metrics(tmp_path / "a")[-1]["val_loss"]
+
+
+def test_a_compiler_that_fails_costs_no_run(run, tmp_path, monkeypatch):
+    before = contents(run("a"))
+
+    def fail(model):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    for how in ({"overwrite": True}, {"resume": True}):
+        config = toy_config(data=str(tmp_path / "text.txt"), steps=10, compile="on")
+        with pytest.raises(ValueError, match="torch.compile failed"):
+            script.train(config, str(tmp_path / "a"), **how)
+    assert contents(tmp_path / "a")[1] == before[1]
 
 
 def test_nothing_is_written_before_a_mistake_is_found(run, tmp_path):
