@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import nn
 
 from gpt.config import ModelConfig, lookup
@@ -20,6 +21,7 @@ class Block(nn.Module):
 
     norms = ("attn_norm", "mlp_norm")
     needs_final_norm = True
+    branch_init = "gpt2"
 
     def __init__(self, config: ModelConfig, layer: int):
         """`layer` counts from 1 to config.n_layers."""
@@ -31,9 +33,10 @@ class Block(nn.Module):
         self.init_weights(config)
 
     def init_weights(self, config: ModelConfig):
-        """GPT-2's: N(0, 0.02^2), and for the last matrix of each of the 2 n_layers branches as `branch_init` says."""
+        """GPT-2's: N(0, 0.02^2), and for the last matrix of each of the 2 n_layers branches as `branch_init` says, the
+        configuration's or else the placement's own."""
         stds = {"gpt2": 0.02 / math.sqrt(2 * config.n_layers), "plain": 0.02, "zero": 0.0}
-        branch_std = lookup(stds, config.branch_init, "branch_init")
+        branch_std = lookup(stds, config.branch_init or self.branch_init, "branch_init")
         for linear, std in (
             (self.attn.qkv, 0.02),
             (self.attn.out, branch_std),
@@ -64,6 +67,24 @@ class PostLN(Block):
         return self.mlp_norm(x + self.mlp(x))
 
 
+class Peri(Block):
+    """x + norm(f(norm(x))): a norm on both sides of the branch (Gemma 2; Kim et al. 2025, arXiv 2502.02732)."""
+
+    norms = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+
+    def forward(self, x):
+        x = x + self.attn_out_norm(self.attn(self.attn_norm(x)))
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+
+
+class Reordered(Block):
+    """x + norm(f(x)): the norm on the branch's output only (OLMo 2, arXiv 2501.00656)."""
+
+    def forward(self, x):
+        x = x + self.attn_norm(self.attn(x))
+        return x + self.mlp_norm(self.mlp(x))
+
+
 class NoNorm(Block):
     """x + f(x): the control, without any norm."""
 
@@ -75,5 +96,101 @@ class NoNorm(Block):
         return x + self.mlp(x)
 
 
-# Any callable (config, layer) -> Block will do, so a mixture of placements by layer is a function of three lines.
-BLOCKS = {"pre": PreLN, "post": PostLN, "none": NoNorm}
+class Parallel(Block):
+    """x + attn(norm(x)) + mlp(norm(x)): both branches read one norm (GPT-J, Wang and Komatsuzaki 2021)."""
+
+    norms = ("norm",)
+
+    def forward(self, x):
+        n = self.norm(x)
+        return x + self.attn(n) + self.mlp(n)
+
+
+class DeepNorm(Block):
+    """norm(a x + f(x)), a = (2 n_layers)^(1/4), with the values, the attention's output and both MLP matrices started
+    b = (8 n_layers)^(-1/4) times as large (Wang et al. 2022, arXiv 2203.00555, decoder-only)."""
+
+    needs_final_norm = False
+    branch_init = "plain"
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.a = (2 * config.n_layers) ** 0.25
+
+    def init_weights(self, config: ModelConfig):
+        super().init_weights(config)
+        values = self.attn.qkv.weight[2 * config.d_model :]
+        with torch.no_grad():
+            for weight in (values, self.attn.out.weight, self.mlp.up.weight, self.mlp.down.weight):
+                weight.mul_((8 * config.n_layers) ** -0.25)
+
+    def forward(self, x):
+        x = self.attn_norm(self.a * x + self.attn(x))
+        return self.mlp_norm(self.a * x + self.mlp(x))
+
+
+class LNScaling(Block):
+    """x + f(norm(x) / sqrt(l)) in block l = 1, 2, ...: deeper blocks hear less, so that the stream grows less
+    (Sun et al. 2025, arXiv 2502.05795). GPT-2's smaller start of the branches would undo the benefit."""
+
+    branch_init = "plain"
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.g = layer**-0.5
+
+    def forward(self, x):
+        x = x + self.attn(self.g * self.attn_norm(x))
+        return x + self.mlp(self.g * self.mlp_norm(x))
+
+
+class ReZero(Block):
+    """x + s f(x), s one learned number for each block that starts at 0 (Bachlechner et al. 2020, arXiv 2003.04887):
+    every block starts as the identity."""
+
+    norms = ()
+    needs_final_norm = False
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.s = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        x = x + self.s * self.attn(x)
+        return x + self.s * self.mlp(x)
+
+
+class Keel(Block):
+    """norm(a x + f(norm(x))), a = 2 n_layers, the number of sublayers (Chen and Wei 2026, arXiv 2601.19895)."""
+
+    norms = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+    needs_final_norm = False
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.a = 2 * config.n_layers
+
+    def forward(self, x):
+        x = self.attn_out_norm(self.a * x + self.attn(self.attn_norm(x)))
+        return self.mlp_out_norm(self.a * x + self.mlp(self.mlp_norm(x)))
+
+
+def mix(config: ModelConfig, layer: int) -> Block:
+    """Post-LN in the first quarter of the blocks, pre-LN in the rest (Li et al. 2024, arXiv 2412.13795)."""
+    return (PostLN if layer <= config.n_layers // 4 else PreLN)(config, layer)
+
+
+# Any callable (config, layer) -> Block.
+BLOCKS = {
+    "pre": PreLN,
+    "post": PostLN,
+    "peri": Peri,
+    "reordered": Reordered,
+    "none": NoNorm,
+    "parallel": Parallel,
+    "deepnorm": DeepNorm,
+    "lns": LNScaling,
+    "rezero": ReZero,
+    "mix": mix,
+    "keel": Keel,
+}

@@ -42,7 +42,10 @@ class ModelConfig:
     norm_layer: str = _setting("layernorm", "normalization layer (NORMS in gpt/norms.py)")
     norm_eps: float = _setting(1e-5, "added to the variance, inside the root")
     final_norm: bool | None = _setting(None, "a norm before the head; by default as the placement asks")
-    branch_init: str = _setting("gpt2", "branch output weights: gpt2 (std 0.02/sqrt(2 n_layers)), plain (0.02), zero")
+    branch_init: str | None = _setting(
+        None,
+        "branch output weights: gpt2 (std 0.02/sqrt(2 n_layers)), plain (0.02), zero; by default as the placement asks",
+    )
     n_layers: int = _setting(4, "number of blocks")
     n_heads: int = _setting(4, "attention heads; must divide d_model")
     d_model: int = _setting(128, "width of the residual stream")

@@ -73,4 +73,34 @@ class LayerNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
-NORMS = {"layernorm": LayerNorm}
+class RMSNorm(nn.Module):
+    """y = gamma * x / sqrt(mean(x^2) + eps): LayerNorm without the mean and the shift (Zhang and Sennrich 2019,
+    arXiv 1910.07467). Shapes and dtypes as LayerNorm's; there is no bias, whatever `bias` says."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        x_float = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        n = x_float * (x_float.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (n * self.weight).to(x.dtype)
+
+
+class DyT(nn.Module):
+    """y = gamma * tanh(alpha x) + beta, alpha one learned number that starts at 0.5 (Zhu et al. 2025,
+    arXiv 2503.10622): squashes each number by itself, with no statistics at all, so `eps` plays no part."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x):
+        y = self.weight * torch.tanh(self.alpha * x)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm, "dyt": DyT}

@@ -27,6 +27,8 @@ def toy_model(seed=0, **settings) -> GPT:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=parameter.size(1) ** -0.5)
+            elif parameter.numel() == 1:
+                parameter.fill_(0.5)
     return model
 
 

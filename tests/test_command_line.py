@@ -93,7 +93,7 @@ def test_sampling_flags(here, capsys):
 
 
 BAD_TRAIN = [
-    (["--norm", "prre"], "unknown norm (prre). Did you mean pre?"),
+    (["--norm", "prre"], "unknown norm (prre). Did you mean pre or peri?"),
     (["--nrom", "pre"], "unknown flag (--nrom). Did you mean --norm"),
     (["bad.toml"], "unknown setting (n_layer). Did you mean n_layers"),
     (["missing.toml"], "cannot read the configuration"),

@@ -92,9 +92,9 @@ def test_a_cache_is_absent_unless_someone_sets_it():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"norm": "prre"}, r"unknown norm \(prre\)\. Did you mean pre\?"),
-        ({"norm": "batch"}, r"unknown norm \(batch\)\. Known: pre, post, none"),
-        ({"norm_layer": "layer_norm"}, r"unknown norm_layer \(layer_norm\)\. Did you mean layernorm\?"),
+        ({"norm": "prre"}, r"unknown norm \(prre\)\. Did you mean pre"),
+        ({"norm": "batch"}, r"unknown norm \(batch\)\. Known: pre, post, peri"),
+        ({"norm_layer": "layer_norm"}, r"unknown norm_layer \(layer_norm\)\. Did you mean layernorm"),
         ({"branch_init": "gpt"}, r"unknown branch_init \(gpt\)\. Did you mean gpt2\?"),
         ({"activation": "gelu_tan"}, r"Did you mean gelu_tanh"),
     ],

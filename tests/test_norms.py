@@ -134,6 +134,35 @@ def test_a_second_derivative_is_refused_and_not_wrong():
         gradient.sum().backward()
 
 
+def test_rms_norm_is_the_librarys():
+    torch.manual_seed(0)
+    norm, x = NORMS["rmsnorm"](64, eps=1e-3).double(), torch.randn(3, 5, 64, dtype=torch.float64, requires_grad=True)
+    torch.nn.init.normal_(norm.weight)
+    expected = F.rms_norm(x, (64,), norm.weight, eps=1e-3)
+    assert torch.allclose(norm(x), expected, atol=1e-12) and norm(x.half()).dtype == torch.float16
+    ours, theirs = (torch.autograd.grad(y.square().sum(), [x, norm.weight]) for y in (norm(x), expected))
+    assert all(torch.allclose(mine, other, atol=1e-10) for mine, other in zip(ours, theirs))
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]
+
+
+def test_rms_norm_forgets_the_scale_and_layer_norm_the_shift_too():
+    x = torch.randn(9, 64, dtype=torch.float64)
+    layer, rms = (NORMS[name](64, eps=0.0).double() for name in ("layernorm", "rmsnorm"))
+    assert torch.allclose(layer(3 * x + 7), layer(x)) and torch.allclose(rms(3 * x), rms(x))
+    assert not torch.allclose(rms(x + 7), rms(x), atol=0.1)
+    centred = x - x.mean(-1, keepdim=True)
+    assert torch.allclose(rms(centred), layer(centred))
+    assert torch.allclose(layer(layer(x)), layer(x))
+
+
+def test_dyt_is_a_scaled_tanh():
+    norm, x = NORMS["dyt"](8), torch.randn(3, 8)
+    assert torch.allclose(norm(x), torch.tanh(0.5 * x))
+    norm.alpha.data, norm.weight.data, norm.bias.data = torch.tensor([2.0]), torch.full((8,), 3.0), torch.ones(8)
+    assert torch.allclose(norm(x), 3 * torch.tanh(2 * x) + 1)
+    assert "bias" not in dict(NORMS["dyt"](8, bias=False).named_parameters())
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_every_norm_acts_on_the_last_axis_alone_and_keeps_shape_and_dtype(name):
     torch.manual_seed(0)

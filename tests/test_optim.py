@@ -16,7 +16,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(norm):
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
     grouped = [id(p) for p in decayed["params"] + rest["params"]]
     assert len(grouped) == len(set(grouped)) and set(grouped) == {id(p) for p in model.parameters()}
-    vectors = {id(p) for name, p in model.named_parameters() if "norm" in name or name.endswith("bias")}
+    vectors = {id(p) for name, p in model.named_parameters() if "norm" in name or name.endswith(("bias", ".s"))}
     assert vectors == {id(p) for p in rest["params"]}
 
 

@@ -63,7 +63,7 @@ def test_every_placement_learns_with_the_default_rates(run, norm):
     records = metrics(run("a", norm=norm, steps=60, eval_every=20, lr=2e-3, min_lr=2e-4, batch_size=8))
     assert records[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
     losses = [record["val_loss"] for record in records if "val_loss" in record]
-    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < 3.5
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < 4.3
 
 
 def test_twice_the_same_run_is_the_same_to_the_bit(run):

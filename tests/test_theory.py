@@ -1,0 +1,159 @@
+"""What is known about the placements at the start of training, measured on random weights.
+
+As in Xiong et al. 2020 (arXiv 2002.04745), whose lemmas these are: weights N(0, 1/fan_in), queries and keys 0, so that
+attention is the mean over the past, and an input stream N(0, 1). Second moments are per channel, E|x|^2/d.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
+
+D, DRAWS = 128, 8
+
+
+def random_model(norm, n_layers, seed, activation="relu"):
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 64, "n_layers": n_layers, "d_model": D, "activation": activation, "branch_init": "plain"}
+    model = GPT(ModelConfig(norm=norm, **shape))
+    with torch.no_grad():
+        for name, parameter in model.blocks.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=parameter.size(1) ** -0.5)
+            if name.endswith("qkv.weight"):
+                parameter[: 2 * D] = 0
+    return model
+
+
+def second_moment(x):
+    return x.square().mean().item()
+
+
+@torch.no_grad()
+def moments(norm, n_layers=16, activation="relu"):
+    """The second moment of the stream before and after each block, mean over draws."""
+    totals = [0.0] * (n_layers + 1)
+    for seed in range(DRAWS):
+        model = random_model(norm, n_layers, seed, activation)
+        x = torch.randn(4, 32, D)
+        for layer in range(n_layers + 1):
+            totals[layer] += second_moment(x) / DRAWS
+            if layer < n_layers:
+                x = model.blocks[layer](x)
+    return totals
+
+
+def test_layer_norms_jacobian():
+    """For gamma 1, eps 0: its spectral norm is 1/sigma and its rank d - 2, since shifting and stretching a row changes
+    nothing (Lemma 3)."""
+    torch.manual_seed(0)
+    norm = LayerNorm(24, eps=0.0).double()
+    for scale in (0.1, 1.0, 30.0):
+        x = torch.randn(24, dtype=torch.float64) * scale + 5
+        values = torch.linalg.svdvals(torch.autograd.functional.jacobian(norm, x))
+        assert values[0].item() * x.std(correction=0).item() == pytest.approx(1)
+        assert (values > 1e-9 * values[0]).sum() == 24 - 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation, expected", [("relu", 1.5), ("gelu_tanh", 1.425)])
+def test_post_ln_normalizes_what_is_half_as_large_again(activation, expected):
+    """x + mlp(x) with |x|^2 = d: E[relu(z)^2] = 1/2 is added, or E[gelu(z)^2] = 0.425, at every depth (Lemma 2)."""
+    total = torch.zeros(16)
+    for seed in range(DRAWS):
+        model = random_model("post", 16, seed, activation)
+        x, found = torch.randn(4, 32, D), []
+        for block in model.blocks:
+            with_branch = []
+            block.mlp_norm.register_forward_pre_hook(lambda norm, inputs, seen=with_branch: seen.extend(inputs))
+            x = block(x)
+            found.append(second_moment(with_branch[0]))
+            assert second_moment(x) == pytest.approx(1, rel=1e-3)
+        total += torch.tensor(found) / DRAWS
+    assert total.mean().item() == pytest.approx(expected, rel=0.02)
+    assert total.min() > 0.9 * expected and total.max() < 1.1 * expected
+
+
+@pytest.mark.parametrize("activation, each", [("relu", 0.5), ("gelu_tanh", 0.425)])
+def test_the_pre_ln_stream_grows_linearly_in_its_square(activation, each):
+    """(1 + l/2) d <= E|x_l|^2 <= (1 + 3 l/2) d: the MLP adds 1/2, attention between nothing and 1 (Lemma 2)."""
+    for layer, moment in enumerate(moments("pre", activation=activation)):
+        assert (1 + each * layer) * 0.95 <= moment <= (1 + (1 + each) * layer) * 1.05
+
+
+@pytest.mark.parametrize("norm", ["peri", "reordered"])
+def test_a_norm_on_the_branchs_output_adds_two_a_block(norm):
+    found = moments(norm)
+    assert (found[16] - found[0]) / 16 == pytest.approx(2, abs=0.2)
+    assert (found[8] - found[0]) / 8 == pytest.approx(2, abs=0.2)
+
+
+def test_ln_scaling_grows_a_quarter_as_much_as_pre_ln_or_less():
+    """Uncorrelated branches would give (1 + 1/2 + ... + 1/16)/16 = 0.21; those of pre-LN correlate, so it is less."""
+    grown = {norm: (moment := moments(norm))[16] - moment[0] for norm in ("pre", "lns")}
+    assert 0.1 < grown["lns"] / grown["pre"] < 0.25
+
+
+def last_gradient(norm, n_layers):
+    """Norm of the gradient of the last block's last matrix, mean over draws, with logits near zero."""
+    total = 0.0
+    for seed in range(DRAWS):
+        model = random_model(norm, n_layers, seed)
+        x, targets = torch.randn(4, 16, D), torch.randint(64, (64,))
+        for block in model.blocks:
+            x = block(x)
+        F.cross_entropy(model.readout(x).flatten(0, 1), targets).backward()
+        total += model.blocks[-1].mlp.down.weight.grad.norm().item() / DRAWS
+    return total
+
+
+def test_the_last_gradient_falls_with_depth_in_pre_ln_and_not_in_post_ln():
+    """Theorem 1: like 1/sqrt(L) against independent of L."""
+    slopes = {}
+    for norm in ("pre", "post"):
+        found = {n_layers: last_gradient(norm, n_layers) for n_layers in (8, 16, 32)}
+        slopes[norm] = math.log(found[32] / found[8]) / math.log(4)
+        if norm == "post":
+            assert max(found.values()) / min(found.values()) < 1.3
+    assert slopes["pre"] == pytest.approx(-0.5, abs=0.15) and slopes["post"] == pytest.approx(0, abs=0.15)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_zero_branches(norm):
+    """The identity bit for bit where nothing stands on the main path; else only norms are left, one or more."""
+    model = GPT(ModelConfig(norm=norm, branch_init="zero", n_layers=12, n_heads=2, d_model=32))
+    x = y = torch.randn(2, 7, 32)
+    for block in model.blocks:
+        y = block(y)
+    if norm in ("pre", "peri", "reordered", "none", "parallel", "lns", "rezero"):
+        assert torch.equal(y, x)
+    else:
+        assert torch.allclose(y, LayerNorm(32)(x), atol=1e-3) and not torch.equal(y, x)
+
+
+def test_rezero_starts_as_the_identity_and_learns_its_scalar_first():
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(norm="rezero", n_layers=12, n_heads=2, d_model=32))
+    x = torch.randn(2, 7, 32)
+    y = x
+    for block in model.blocks:
+        y = block(y)
+    assert torch.equal(y, x)
+    y.square().sum().backward()
+    for name, parameter in model.blocks.named_parameters():
+        assert (parameter.grad != 0).any() == name.endswith(".s"), name
+
+
+def test_a_final_norm_after_post_ln_changes_nothing_at_the_start():
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (2, 20))
+    for norm in ("post", "deepnorm", "keel"):
+        torch.manual_seed(0)
+        logits = [GPT(ModelConfig(norm=norm, final_norm=final))(tokens) for final in (False,)]
+        torch.manual_seed(0)
+        logits.append(GPT(ModelConfig(norm=norm, final_norm=True))(tokens))
+        assert torch.allclose(*logits, atol=1e-4)
