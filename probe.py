@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from gpt.config import MODEL_SETTINGS, CommandLine, ModelConfig
+from gpt.config import MODEL_SETTINGS, CommandLine, ModelConfig, TrainConfig
 
 SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
 STACKS = {  # the lesson's twelve random layers
@@ -44,54 +44,51 @@ def probe_run(run: str) -> dict:
     config = checkpoint.read_state(folder)[1]
     ids = corpus.load(config.data, TOKENIZERS[config.tokenizer]())
     data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
-    return {config.model.norm: depth_profile(checkpoint.load_model(folder), data.probe_batch())}
+    return {config.model.norm: depth_profile(checkpoint.load_model(folder), data.few_rows())}
 
 
-def table(profiles: dict):
-    """Print every measure of every profile by depth."""
+def table(profiles: dict, start: int = 1):
+    """Print every measure of every profile by depth; the first row is depth `start`."""
     for name, profile in profiles.items():
         print(f"\n{name}\ndepth" + "".join(f"{measure:>13}" for measure in profile))
         for row, values in enumerate(zip(*profile.values())):
-            print(f"{row + (len(profile) == 7):5}" + "".join(f"{value:13.4g}" for value in values))
+            print(f"{start + row:5}" + "".join(f"{value:13.4g}" for value in values))
 
 
 def probe(given: dict):
     """Measure what the command line names, print it and draw it."""
     from gpt import plots
+    from gpt.depth import random_stack
 
     names, out, seed = given.pop("what"), given.pop("out"), given.pop("seed")
-    runs = [name for name in names if (Path(name) / "config.json").exists()]
+    TrainConfig(seed=seed)  # checks it
+    start, along_training = 1, None
+    run = next((name for name in names if Path(name, "last").exists()), None)
+    if (run or "stack" in names) and (len(names) > 1 or given):
+        alone = run or "stack"
+        raise ValueError(f"nothing can be added to {alone} ({', '.join([*names, *given])}). Leave the rest out.")
     if names == ["stack"]:
-        from gpt.depth import random_stack
-
+        start, title = 0, "Twelve random layers: plain with gain 0.7 and 1.3, a norm, a residual, both"
         profiles = {name: random_stack(**settings) for name, settings in STACKS.items()}
-        panels = {"root mean square": {name: profile["stream"] for name, profile in profiles.items()}}
-        plots.depth_lines(panels, "Twelve random layers", out, start=0)
-    elif runs:
-        if len(names) > 1 or given:
-            raise ValueError(f"a run is probed alone and as it is ({', '.join(names)}). Leave the rest out.")
-        profiles = probe_run(names[0])
-        lines = Path(names[0], "probe.jsonl")
-        if lines.exists():
-            records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-            steps = [record["step"] for record in records]
-            panels = {text: (steps, [record[key] for record in records]) for key, text in SHOWN.items()}
-            plots.depth_by_step(panels, f"{names[0]}: depth along training", out)
-        else:
-            draw(profiles, f"{names[0]}, its best checkpoint", out)
+    elif run:
+        profiles, title = probe_run(run), f"{run}: its best checkpoint on its own validation text"
+        along_training = Path(run, "probe.jsonl") if Path(run, "probe.jsonl").exists() else None
     else:
         config = ModelConfig(**{"n_layers": 24} | given)
         profiles = probe_blocks(names, config, seed)
-        draw(profiles, f"{config.n_layers} blocks of width {config.d_model} at the start of training", out)
-    table(profiles)
+        size = f"{config.n_layers} blocks of width {config.d_model}"
+        title = f"Signal and gradient by depth at the start of training, {size}: {', '.join(names)}"
+    table(profiles, start)
+    if along_training:
+        records = [json.loads(line) for line in along_training.read_text(encoding="utf-8").splitlines()]
+        steps = [record["step"] for record in records]
+        panels = {text: (steps, [record[key] for record in records]) for key, text in SHOWN.items()}
+        plots.depth_by_step(panels, f"{run}: signal and gradient by depth along training", out)
+    else:
+        shown = {key: text for key, text in SHOWN.items() if all(key in profile for profile in profiles.values())}
+        panels = {text: {name: profile[key] for name, profile in profiles.items()} for key, text in shown.items()}
+        plots.depth_lines(panels, title, out, start)
     print(f"\npicture {out}")
-
-
-def draw(profiles: dict, title: str, out: str):
-    from gpt import plots
-
-    panels = {text: {name: profile[key] for name, profile in profiles.items()} for key, text in SHOWN.items()}
-    plots.depth_lines(panels, title, out)
 
 
 def main(argv: list[str]):

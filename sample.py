@@ -27,7 +27,8 @@ def sample(given):
     prompt = read_prompt(given)
     model = checkpoint.load_model(folder).to(compute.device)
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
-    print(f"{folder}: {config.model.norm}, {config.data}; seed {seed}", file=sys.stderr)
+    drawn = f"seed {seed}" if given.temperature else "greedy"
+    print(f"{folder}: {config.model.norm}, {config.data}; {drawn}", file=sys.stderr)
     context = config.model.context_length
     if len(tokenizer.encode_prompt(prompt)) > context:
         print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)

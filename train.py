@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt.config import CommandLine, TrainConfig, configure, flat, lookup, read_toml
 
-# torch, and what imports it, is imported inside the functions: `--help` should not wait for it.
+# torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
 
 class StopRequest:
@@ -47,6 +47,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
 
     from gpt import checkpoint, corpus, distributed, optim
     from gpt.data import Data
+    from gpt.depth import depth_profile
     from gpt.model import GPT, next_token_loss
     from gpt.tokenizer import TOKENIZERS
 
@@ -66,13 +67,12 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         run = Path(out)
         state = checkpoint.restore(run, model, optimizer)
         if state["step"] > config.steps:
-            done = state["step"]
-            raise ValueError(f"the run is past that step already (steps {config.steps}, done {done}). Give more steps.")
+            raise ValueError(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
         if scaler.is_enabled() and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
         if any(state["config"][name] != getattr(config, name) for name in ("data", "val_fraction")):
             state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text
-        checkpoint.forget_later_metrics(run, state["step"])
+        checkpoint.forget_later_lines(run, state["step"])
     else:
         run = checkpoint.new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
         state = {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}
@@ -101,11 +101,14 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         optimizer.zero_grad(set_to_none=True)
         return batch_loss, grad_norm
 
+    probed = data.few_rows().to(compute.device)
     timed_from, clock = state["step"], time.perf_counter()
     terminal = sys.stderr.isatty()
     with tqdm(total=config.steps, initial=timed_from, unit="step", disable=not terminal, leave=False) as bar:
         for step in range(state["step"] + 1, config.steps + 1):
             loss, grad_norm = update(step - 1)
+            if config.probe_every and step % config.probe_every == 0:
+                checkpoint.append(run / "probe.jsonl", {"step": step, **depth_profile(model, probed)})
             bar.update()
             end = step == config.steps or (stop is not None and stop.signum is not None)
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
@@ -125,8 +128,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             if not math.isfinite(record["grad_norm"]):
                 record["grad_norm"] = None  # JSON knows no infinity
             if logging:
-                with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+                checkpoint.append(run / "metrics.jsonl", record)
                 bar.set_postfix_str(describe(record))
                 if evaluating or not terminal:
                     bar.write(f"step {step:>{len(str(config.steps))}}  {describe(record)}")
@@ -164,7 +166,7 @@ def check_finite(record: dict, scaler, model):
     if not (finite and all(parameter.isfinite().all() for parameter in model.parameters())):
         raise FloatingPointError(
             f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
-            f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; earlier checkpoints are intact."
+            f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; what was saved before is intact."
         )
 
 
@@ -180,8 +182,8 @@ def announce(config: TrainConfig, model, data, tokenizer, compute, run, step: in
     count, in_norms = model.count_parameters(), model.count_parameters("norm")
     print(f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms")
     print(f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on")
-    per_step = config.batch_size * m.context_length
-    print(f"steps   {step:,} of {config.steps:,} done, {per_step:,} tokens each, AdamW at {config.lr:g}")
+    tokens = f"{config.batch_size * m.context_length:,} tokens each"
+    print(f"steps   {step:,} of {config.steps:,} done, {tokens}, AdamW at {config.lr:g}")
     print(f"device  {compute.device}, {compute.dtype}, compile {compute.compile}")
     print(f"run     {run}", flush=True)
     if config.warmup_steps >= config.steps:
@@ -232,7 +234,7 @@ def main(argv: list[str]):
                     print(f"changed {name}: {value} -> {flat(config)[name]}")
         with StopRequest() as stop:
             end = train(config, out, resume, overwrite, stop)
-        if stop.signum:
+        if stop.signum and end["step"] < config.steps:
             print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
             return 128 + stop.signum
         if end["val_loss"] is not None:

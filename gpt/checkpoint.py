@@ -1,6 +1,6 @@
 """A run folder: its settings, its metrics and its checkpoints. Safetensors and JSON, no pickle, nothing half-written.
 
-    config.json  metrics.jsonl  best  last  step-000500/{model.safetensors, optimizer.safetensors, state.json}
+    config.json  *.jsonl  best  last  step-000500/{model.safetensors, optimizer.safetensors, state.json}
 
 A checkpoint is written to a temporary folder, flushed to the disk and renamed, so it exists whole or not at all.
 `best` and `last` are text files with the step of one each.
@@ -153,8 +153,9 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         step = (folder / which).read_text(encoding="utf-8").strip()
     found = folder / f"step-{int(step):06d}" if step.isdecimal() else None
     if found is None or not found.is_dir():
-        there = [str(int(path.name[5:])) for path in _checkpoints(folder)]
-        raise ValueError(f"no such checkpoint ({which} in {folder}). Use best, last or a step of {', '.join(there)}.")
+        there = [name for name in ("best", "last") if (folder / name).exists()]
+        there += [str(int(path.name[5:])) for path in _checkpoints(folder)]
+        raise ValueError(f"no such checkpoint ({which} in {folder}). There are {', '.join(there)}.")
     return found
 
 
@@ -201,13 +202,18 @@ def restore(run: Path, model, optimizer) -> dict:
     return state
 
 
-def forget_later_metrics(run: Path, step: int):
+def append(path: Path, record: dict):
+    """Add a line to metrics.jsonl or probe.jsonl."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def forget_later_lines(run: Path, step: int):
     """Drop what a killed process wrote of steps after its last checkpoint, which will be done again."""
-    metrics = run / "metrics.jsonl"
-    if metrics.exists():
+    for path in run.glob("*.jsonl"):
         # A line without its end was cut short by the kill.
-        lines = [line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-        write(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        write(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

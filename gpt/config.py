@@ -42,10 +42,7 @@ class ModelConfig:
     norm_layer: str = _setting("layernorm", "normalization layer (NORMS in gpt/norms.py)")
     norm_eps: float = _setting(1e-5, "added to the variance, inside the root")
     final_norm: bool | None = _setting(None, "a norm before the head; by default as the placement asks")
-    branch_init: str | None = _setting(
-        None,
-        "branch output weights: gpt2 (std 0.02/sqrt(2 n_layers)), plain (0.02), zero; by default as the placement asks",
-    )
+    branch_init: str | None = _setting(None, "branch outputs: gpt2, plain, zero; by default as the placement asks")
     n_layers: int = _setting(4, "number of blocks")
     n_heads: int = _setting(4, "attention heads; must divide d_model")
     d_model: int = _setting(128, "width of the residual stream")
@@ -61,10 +58,8 @@ class ModelConfig:
         _require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
         if self.d_model % self.n_heads:
             near = _one_of(_nearest_divisors(self.d_model, self.n_heads))
-            raise ValueError(
-                f"n_heads must divide d_model ({self.n_heads} heads, width {self.d_model}). "
-                f"Use {near} heads, or another width."
-            )
+            found = f"{self.n_heads} heads, width {self.d_model}"
+            raise ValueError(f"n_heads must divide d_model ({found}). Use {near} heads, or another width.")
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class TrainConfig:
     batch_size: int = _setting(12, "sequences per step")
     micro_batch_size: int | None = _setting(None, "sequences per forward pass; by default the whole batch")
     lr: float = _setting(3e-3, "peak learning rate")
-    min_lr: float = _setting(3e-4, "learning rate at the last step")
+    min_lr: float | None = _setting(None, "learning rate at the last step; by default a tenth of lr")
     warmup_steps: int = _setting(300, "steps of linear warm-up, then a cosine down to min_lr")
     weight_decay: float = _setting(0.1, "AdamW's, on matrices only")
     beta1: float = _setting(0.9, "AdamW's decay of the mean gradient")
@@ -88,6 +83,7 @@ class TrainConfig:
     grad_clip: float = _setting(1.0, "largest gradient norm; 0 turns clipping off")
     eval_every: int = _setting(200, "steps between validation losses")
     log_every: int = _setting(20, "steps between lines of metrics.jsonl")
+    probe_every: int | None = _setting(None, "steps between lines of probe.jsonl, for probe.py; by default none")
     save_every: int | None = _setting(None, "steps between checkpoints; by default at each evaluation")
     keep: int = _setting(2, "newest checkpoints to keep, beside the best")
     seed: int = _setting(1337, "of weights, batches, dropout and the closing sample")
@@ -98,9 +94,9 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("steps", "batch_size", "eval_every", "log_every", "keep"):
             _require(getattr(self, name) >= 1, self, name, "1 or more")
-        for name in ("micro_batch_size", "save_every"):
+        for name in ("micro_batch_size", "save_every", "probe_every"):
             _require(getattr(self, name) is None or getattr(self, name) >= 1, self, name, "1 or more")
-        for name in ("min_lr", "weight_decay", "grad_clip"):
+        for name in ("weight_decay", "grad_clip"):
             _require(0 <= getattr(self, name) < math.inf, self, name, "0 or more")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, self, name, "at least 0 and below 1")
@@ -110,13 +106,16 @@ class TrainConfig:
         _require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
         _require(0 <= self.seed < 2**63, self, "seed", "at least 0 and below 2**63")
         _require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr is above lr ({self.min_lr} > {self.lr}). Lower min_lr or raise lr.")
+        _require(0 <= self.last_lr <= self.lr, self, "min_lr", f"at least 0 and at most lr, {self.lr}")
         if self.batch_size % self.micro_size:
-            raise ValueError(
-                f"micro_batch_size must divide batch_size ({self.micro_size} and {self.batch_size}). "
-                f"Use {_one_of(_nearest_divisors(self.batch_size, self.micro_size))}."
-            )
+            near = _one_of(_nearest_divisors(self.batch_size, self.micro_size))
+            found = f"{self.micro_size} and {self.batch_size}"
+            raise ValueError(f"micro_batch_size must divide batch_size ({found}). Use {near}.")
+
+    @property
+    def last_lr(self) -> float:
+        """The learning rate of the last step."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
     @property
     def micro_size(self) -> int:
@@ -183,10 +182,9 @@ def read_toml(path: str | Path) -> dict:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(
-            f"cannot read the configuration ({Path(path).absolute()}: {error.strerror}). "
-            f"Name a .toml file, as configs/tiny.toml; a setting is a flag, as --steps 500."
-        ) from None
+        found = f"{Path(path).absolute()}: {error.strerror}"
+        remedy = "Name a .toml file, as configs/tiny.toml; a setting is a flag, as --steps 500."
+        raise ValueError(f"cannot read the configuration ({found}). {remedy}") from None
     except ValueError as error:  # TOML's and UTF-8's errors are both ValueErrors
         raise ValueError(f"{path} is not a TOML file ({error}). Write one `key = value` a line.") from None
 
@@ -201,9 +199,7 @@ class CommandLine(argparse.ArgumentParser):
         """One flag for each setting. What the user does not give is absent from the parsed namespace."""
         for name in names:
             kind = _kind(name)
-            how = {"type": kind, "metavar": kind.__name__}
-            if kind is bool:
-                how = {"action": argparse.BooleanOptionalAction}
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
             default = SETTINGS[name].default
             text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
             self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)

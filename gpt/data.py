@@ -32,6 +32,10 @@ class Data:
         rows = self.train[starts + np.arange(self.context_length + 1)]
         return torch.from_numpy(rows.astype(np.int64))
 
+    def few_rows(self) -> torch.Tensor:
+        """Up to four fixed rows to probe a model with, of the validation split or, without one, to train on."""
+        return next(self.windows(4), self.batch(0)[:4])
+
     def windows(self, rows: int) -> Iterator[torch.Tensor]:
         """The validation split from end to end, `rows` windows at a time. Windows share only an edge, so each token
         but the first is a target once; the last window may be shorter and comes alone."""

@@ -27,8 +27,8 @@ def make_optimizer(model, config) -> torch.optim.Optimizer:
 
 def lr_at(step: int, config) -> float:
     """The rate of update number `step`, counted from 0: lr/warmup_steps, 2 lr/warmup_steps, ... lr, then half a cosine
-    down to min_lr, reached at the last update."""
+    down to last_lr, reached at the last update."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps + 1) / max(1, config.steps - config.warmup_steps)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.last_lr + (config.lr - config.last_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -25,9 +25,15 @@ def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Pat
             ends.append((values[-1], name, colour))
         axis.set(xlabel="block", ylabel=measured, yscale="log")
         axis.grid(alpha=0.25)
-        axis.set_xlim(right=start + len(values) - 1 + 0.22 * len(values))
+        axis.set_xlim(right=start + len(values) - 1 + 0.2 * len(values))
+        axis.set_xticks([depth for depth in axis.get_xticks() if start <= depth <= start + len(values) - 1])
         _name_lines(axis, start + len(values) - 1, ends)
     figure.suptitle(title)
+    _save(figure, path)
+
+
+def _save(figure, path: Path):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -55,5 +61,4 @@ def depth_by_step(panels: dict[str, tuple[list[int], list[list[float]]]], title:
         axis.yaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(mesh, ax=axis, label=measured)
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(figure, path)

@@ -95,12 +95,14 @@ def test_best_last_and_how_many_are_kept(tmp_path):
     for which, step in wanted.items():
         assert checkpoint.find(tmp_path, which).name == f"step-{step:06d}"
     for which in ("6", "newest", "../last", "step-000008", ""):
-        with pytest.raises(ValueError, match=r"Use best, last or a step of 4, 8, 10\."):
+        with pytest.raises(ValueError, match=r"There are best, last, 4, 8, 10\."):
             checkpoint.find(tmp_path, which)
 
 
 def test_without_a_best_the_last_is_taken(tmp_path):
     save(tmp_path, *trained(), step=3, best_step=None)
+    with pytest.raises(ValueError, match=r"no such checkpoint \(best in .*\)\. There are last, 3\."):
+        checkpoint.find(tmp_path, "best")
     assert checkpoint.find(tmp_path).name == "step-000003" and names(tmp_path) == ["last", "step-000003"]
 
 

@@ -46,7 +46,11 @@ def test_flat_and_configure_are_opposites():
         ({"norm_eps": float("nan")}, "norm_eps is out of range"),
         ({"lr": 0}, "lr is out of range"),
         ({"lr": float("inf")}, "lr is out of range"),
-        ({"lr": 1e-5}, "min_lr is above lr"),
+        (
+            {"lr": 1e-5, "min_lr": 1e-4},
+            r"min_lr is out of range \(0.0001\)\. It must be at least 0 and at most lr, 1e-05",
+        ),
+        ({"min_lr": -1.0}, "min_lr is out of range"),
         ({"val_fraction": 1}, "val_fraction is out of range"),
         ({"val_fraction": -0.1}, "val_fraction is out of range"),
         ({"grad_clip": float("nan")}, "grad_clip is out of range"),

@@ -7,6 +7,7 @@ import torch
 from conftest import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
+from gpt.depth import random_stack
 
 ROW = torch.tensor([2.0, 4.0, 6.0, 8.0])
 
@@ -97,30 +98,23 @@ def test_the_gradient_has_a_path_around_the_branch():
     assert torch.autograd.grad(without, deep)[0].item() < 1e-23
 
 
-def twelve_layers(gain, norm=False, residual=False, d=512):
-    """(scale left of the signal, cosine with the input) after 12 random layers that each multiply by about `gain`."""
-    torch.manual_seed(0)
-    x = start = torch.randn(64, d, dtype=torch.float64)
-    normalize = LayerNorm(d).double() if norm else lambda x: x
-    for _ in range(12):
-        branch = normalize(x) @ torch.randn(d, d, dtype=torch.float64) * gain / d**0.5
-        x = x + branch if residual else normalize(branch) if norm else branch
-    x = x.detach()
-    return (x.square().mean().sqrt() / start.square().mean().sqrt()).item(), torch.cosine_similarity(
-        x, start
-    ).mean().item()
+def twelve_layers(**settings):
+    """(scale left of the signal, cosine with the input) after 12 random layers."""
+    profile = random_stack(depth=12, width=512, **settings)
+    assert all(len(values) == 13 for values in profile.values())
+    return profile["stream"][-1] / profile["stream"][0], profile["cosine"][-1]
 
 
 def test_twelve_random_layers():
     for gain, left in ((0.7, 0.014), (1.3, 23.0)):
-        scale, cosine = twelve_layers(gain)
+        scale, cosine = twelve_layers(gain=gain)
         assert scale == pytest.approx(left, rel=0.1) and abs(cosine) < 0.05
-        scale, cosine = twelve_layers(gain, norm=True)
+        scale, cosine = twelve_layers(gain=gain, norm=True)
         assert scale == pytest.approx(1, rel=0.01) and abs(cosine) < 0.05  # no drift, and nothing left of the input
-    shrinking, growing = twelve_layers(0.7, residual=True), twelve_layers(1.3, residual=True)
+    shrinking, growing = twelve_layers(gain=0.7, residual=True), twelve_layers(gain=1.3, residual=True)
     assert shrinking[1] > 0.05 and growing[0] > 100  # the input shows, but the scale runs away with the gain
     for gain in (0.7, 1.3):
-        scale, cosine = twelve_layers(gain, norm=True, residual=True)
+        scale, cosine = twelve_layers(gain=gain, norm=True, residual=True)
         assert scale == pytest.approx((1 + 12 * gain**2) ** 0.5, rel=0.05)  # adds up like a root, whatever the gain
         assert cosine == pytest.approx(1 / scale, rel=0.15)
 

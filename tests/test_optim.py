@@ -49,6 +49,11 @@ def test_the_rate_warms_up_from_above_zero_and_ends_at_the_least():
     assert rates[32] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 23 / 90)))
 
 
+def test_the_least_rate_is_a_tenth_of_the_peak_unless_said():
+    assert toy_config(lr=0.5, steps=20).last_lr == lr_at(19, toy_config(lr=0.5, steps=20)) == pytest.approx(0.05)
+    assert toy_config(lr=0.5, min_lr=0.0).last_lr == 0.0
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 1, 5, 9])
 def test_corners_of_the_schedule(warmup_steps):
     config = toy_config(steps=5, warmup_steps=warmup_steps, lr=1.0, min_lr=0.1)

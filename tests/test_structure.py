@@ -8,7 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, TOY
+
+from gpt import BLOCKS, GPT, ModelConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
@@ -20,6 +23,8 @@ IMPORTS = {
     "tokenizer": set(),
     "optim": set(),
     "distributed": set(),
+    "depth": set(),
+    "plots": set(),
     "generate": set(),
     "norms": set(),
     "data": set(),
@@ -65,8 +70,19 @@ def test_the_readmes_file_map_is_the_tree():
     section = README.split("## Files")[1].split("```")[1]
     listed = {line.split()[0] for line in section.splitlines() if line and not line.startswith(" ")}
     here = {path.name for path in ROOT.glob("*.py")} | {"gpt/" + path.name for path in (ROOT / "gpt").glob("*.py")}
-    here |= {"configs/" + path.name for path in (ROOT / "configs").glob("*")} | {"data/gpt2/", "tests/"}
+    here |= {"configs/" + path.name for path in (ROOT / "configs").glob("*")} | {"data/gpt2/", "docs/", "tests/"}
     assert listed == here - {"gpt/__init__.py"}
+
+
+def test_the_readmes_table_of_placements_is_true():
+    rows = {row[0].strip(" `"): row for row in (line.split("|")[1:-1] for line in README.splitlines()) if len(row) == 5}
+    shape = {"vocab_size": 50257, "context_length": 1024, "n_layers": 12, "n_heads": 12, "d_model": 768}
+    for norm in BLOCKS:
+        with torch.device("meta"):
+            model = GPT(ModelConfig(norm=norm, **shape))
+        assert rows[norm][2].strip() == ("yes" if hasattr(model.final_norm, "weight") else "no"), norm
+        assert rows[norm][3].strip() == f"{model.count_parameters():,}", norm
+    assert set(rows) >= set(BLOCKS)
 
 
 def commands():
@@ -102,6 +118,10 @@ def test_the_readmes_commands_run(tmp_path):
             continue
         if arguments[0] == "train.py":
             arguments += [*toy, "--steps", "2", "--batch-size", "2", "--tokenizer", "bytes", "--eval-every", "2"]
+        if "--n-layers" in arguments[1:] and arguments[0] == "probe.py":
+            arguments += toy
+        if "--probe-every" in arguments:
+            arguments += ["--probe-every", "1"]
         result = subprocess.run(
             [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=120
         )

@@ -99,7 +99,7 @@ def test_resuming_a_finished_run_changes_nothing(run, tmp_path):
     before = contents(run("a"))
     written = (tmp_path / "a" / "metrics.jsonl").read_bytes() + b'{"step": 9, "lo'
     (tmp_path / "a" / "metrics.jsonl").write_bytes(written)
-    with pytest.raises(ValueError, match=r"the run is past that step already \(steps 5, done 8\)"):
+    with pytest.raises(ValueError, match=r"the run is past that \(steps 5, done 8\)"):
         run("a", resume=True, steps=5)
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == written
     after = contents(run("a", resume=True))
