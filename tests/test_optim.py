@@ -41,12 +41,12 @@ def test_a_step_is_adamws():
 
 
 def test_the_rate_warms_up_from_above_zero_and_ends_at_the_least():
-    config = toy_config(steps=100, warmup_steps=10, lr=1.0, min_lr=0.1)
+    config = toy_config(steps=100, warmup_steps=10, lr=1.0, min_lr=0.2)
     rates = [lr_at(step, config) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert all(after < before for before, after in zip(rates[9:], rates[10:]))
-    assert rates[99] == pytest.approx(0.1) and rates[54] == pytest.approx(0.55)
-    assert rates[32] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 23 / 90)))
+    assert rates[99] == pytest.approx(0.2) and rates[54] == pytest.approx(0.6)
+    assert rates[32] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 23 / 90)))
 
 
 def test_the_least_rate_is_a_tenth_of_the_peak_unless_said():

@@ -159,6 +159,3 @@ def test_a_final_norm_after_post_ln_changes_nothing_at_the_start():
         assert torch.allclose(*logits, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_post_ln_without_a_warm_up_stays_at_the_unigram_entropy(tmp_path):
-    PLACEHOLDER
