@@ -40,6 +40,11 @@ def toy_config(**settings) -> TrainConfig:
     return configure(TOY_RUN | settings)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def text_file(tmp_path) -> Path:
     """Six kilobytes of text with some structure and some characters of several bytes."""

@@ -44,7 +44,6 @@ def random_norm(width, dtype, bias=True):
     [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)],
 )
 def test_layer_norm_and_its_gradients_are_the_librarys(dtype, tolerance, shape, bias):
-    torch.manual_seed(0)
     norm = random_norm(shape[-1], dtype, bias)
     ours, library = both(torch.randn(shape).to(dtype) * 3 + 1, norm, torch.randn(shape).to(dtype))
     assert len(ours) == len(library) == (4 if bias else 3)
@@ -56,7 +55,6 @@ def test_layer_norm_and_its_gradients_are_the_librarys(dtype, tolerance, shape, 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradcheck(bias):
-    torch.manual_seed(0)
     norm = random_norm(5, torch.float64, bias)
     inputs = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True)]
     assert torch.autograd.gradcheck(lambda x, *parameters: norm(x), [*inputs, *norm.parameters()])
@@ -65,7 +63,6 @@ def test_gradcheck(bias):
 @pytest.mark.parametrize("variance", [1e-6, 1e-12, 0.0])
 def test_rows_of_little_variance(variance):
     """eps stands inside the root: rows flatter than it come out small, not blown up, with a finite gradient."""
-    torch.manual_seed(0)
     norm = random_norm(64, torch.float32)
     x = torch.randn(4, 64) * variance**0.5
     ours, library = both(x, norm, torch.randn(4, 64))
@@ -80,7 +77,6 @@ def test_rows_of_little_variance(variance):
 )
 def test_rows_far_from_zero_keep_their_digits(dtype, offset, tolerance):
     """The mean of squares less the square of the mean would cancel, and a half-precision sum would overflow."""
-    torch.manual_seed(0)
     x = (torch.randn(8, 768) * 4 + offset).to(dtype)
     y = LayerNorm(768).to(dtype)(x).double()
     expected = F.layer_norm(x.double(), (768,))
@@ -95,7 +91,6 @@ def test_a_row_of_equal_numbers_gives_beta_whatever_their_size(value):
 
 def test_the_backward_is_exact_under_autocast_too():
     """Autocast would do a matrix product in bfloat16, also within the backward, where the compiler traces it."""
-    torch.manual_seed(0)
     norm, x, upstream = random_norm(256, torch.float32), torch.randn(64, 256, requires_grad=True), torch.randn(64, 256)
     y = norm(x)
     (expected,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
@@ -110,7 +105,6 @@ def test_half_precision_input_with_float32_parameters():
 
 
 def test_any_strides_and_an_expanded_gradient():
-    torch.manual_seed(0)
     norm = random_norm(6, torch.float64)
     x = torch.randn(6, 4, 3, dtype=torch.float64).transpose(0, 2).requires_grad_()
     y = norm(x)
@@ -135,7 +129,6 @@ def test_a_second_derivative_is_refused_and_not_wrong():
 
 
 def test_rms_norm_is_the_librarys():
-    torch.manual_seed(0)
     norm, x = NORMS["rmsnorm"](64, eps=1e-3).double(), torch.randn(3, 5, 64, dtype=torch.float64, requires_grad=True)
     torch.nn.init.normal_(norm.weight)
     expected = F.rms_norm(x, (64,), norm.weight, eps=1e-3)
@@ -165,7 +158,6 @@ def test_dyt_is_a_scaled_tanh():
 
 @pytest.mark.parametrize("name", NORMS)
 def test_every_norm_acts_on_the_last_axis_alone_and_keeps_shape_and_dtype(name):
-    torch.manual_seed(0)
     norm = NORMS[name](8)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, 5, 8).to(dtype)

@@ -6,11 +6,15 @@ attention is the mean over the past, and an input stream N(0, 1). Second moments
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import shared
 
+import train
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
+from gpt.config import configure
 
 D, DRAWS = 128, 8
 
@@ -129,10 +133,12 @@ def test_zero_branches(norm):
     x = y = torch.randn(2, 7, 32)
     for block in model.blocks:
         y = block(y)
+    identity = torch.equal(y, x)
+    assert identity or torch.allclose(y, LayerNorm(32)(x), atol=1e-3)
     if norm in ("pre", "peri", "reordered", "none", "parallel", "lns", "rezero"):
-        assert torch.equal(y, x)
-    else:
-        assert torch.allclose(y, LayerNorm(32)(x), atol=1e-3) and not torch.equal(y, x)
+        assert identity
+    if norm in ("post", "deepnorm", "mix", "keel"):
+        assert not identity
 
 
 def test_rezero_starts_as_the_identity_and_learns_its_scalar_first():
@@ -148,14 +154,34 @@ def test_rezero_starts_as_the_identity_and_learns_its_scalar_first():
         assert (parameter.grad != 0).any() == name.endswith(".s"), name
 
 
-def test_a_final_norm_after_post_ln_changes_nothing_at_the_start():
-    torch.manual_seed(0)
-    tokens = torch.randint(256, (2, 20))
-    for norm in ("post", "deepnorm", "keel"):
+@torch.no_grad()
+@pytest.mark.parametrize("norm", ["post", "deepnorm", "keel"])
+def test_a_final_norm_after_post_ln_changes_nothing_at_the_start(norm):
+    tokens, logits = torch.randint(256, (2, 20)), []
+    for final_norm in (False, True):
         torch.manual_seed(0)
-        logits = [GPT(ModelConfig(norm=norm, final_norm=final))(tokens) for final in (False,)]
-        torch.manual_seed(0)
-        logits.append(GPT(ModelConfig(norm=norm, final_norm=True))(tokens))
-        assert torch.allclose(*logits, atol=1e-4)
+        logits.append(GPT(ModelConfig(norm=norm, final_norm=final_norm))(tokens))
+    assert torch.allclose(*logits, atol=1e-4) and logits[0].std() > 0.1
 
 
+@pytest.mark.slow
+def test_post_ln_of_twelve_blocks_learns_no_more_than_letters_without_a_warm_up(tmp_path):
+    """Three paired seeds on tiny Shakespeare at a constant rate of 1e-3. Without a warm-up post-LN stays at the entropy
+    of single letters, pre-LN does not, and nor does post-LN with one. It needs 300 steps of warm-up: after 100 of 300
+    steps two of three seeds were still at 3.38."""
+    path = shared("tinyshakespeare.txt")
+    text = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    train_letters, val_letters = np.split(text, [int(len(text) * 0.98)])
+    p = np.bincount(train_letters, minlength=256) / len(train_letters)
+    letters = -np.log(p[val_letters]).mean()
+    shape = {"n_layers": 12, "d_model": 64, "val_fraction": 0.02, "data": str(path), "lr": 1e-3, "min_lr": 1e-3}
+    often = {"steps": 600, "eval_every": 600, "log_every": 600}
+    losses = {}
+    for norm, warmup_steps in (("post", 0), ("post", 300), ("pre", 0)):
+        for seed in (1, 2, 3):
+            config = configure(shape | often | {"norm": norm, "warmup_steps": warmup_steps, "seed": seed})
+            end = train.train(config, str(tmp_path / "run"), overwrite=True)
+            losses.setdefault((norm, warmup_steps), []).append(end["val_loss"])
+    print(f"single letters {letters:.4f}", losses)
+    assert all(loss > letters - 0.3 for loss in losses["post", 0])
+    assert max(losses["post", 300] + losses["pre", 0]) < 2.8
