@@ -215,13 +215,12 @@ class CommandLine(argparse.ArgumentParser):
             flags = [option for action in self._actions for option in action.option_strings]
             name = extra[0].partition("=")[0]
             if name.startswith("-"):
-                self.error(unknown("flag", name, flags))
-            self.error(f"unexpected argument ({extra[0]}). A setting is a flag, as --steps 500.")
+                self.fail(unknown("flag", name, flags), 2)
+            self.fail(f"unexpected argument ({extra[0]}). A setting is a flag, as --steps 500.", 2)
         return known
 
     def error(self, message):
-        hint = "" if message.endswith((".", "?")) else ". See --help."  # argparse's own messages have no remedy
-        self.exit(2, "error: " + " ".join(message.split()) + hint + "\n")
+        self.fail(f"{message}. See --help.", 2)  # argparse's own messages, which name no remedy
 
     def run(self, body: typing.Callable[[], int | None], unread: str | None = None):
         """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1.
@@ -236,7 +235,7 @@ class CommandLine(argparse.ArgumentParser):
         except KeyboardInterrupt:
             sys.exit(130)
         except ValueError as error:
-            self.error(str(error))
+            self.fail(str(error), 2)
         except (OSError, FloatingPointError) as error:
             self.fail(str(error))
         except (MemoryError, RuntimeError) as error:  # torch's, on every device, are RuntimeErrors
@@ -245,5 +244,6 @@ class CommandLine(argparse.ArgumentParser):
             what = str(error).partition("\n")[0]
             self.fail(f"out of memory ({what}). Lower --micro-batch-size, --context-length or --d-model.")
 
-    def fail(self, message: str):
-        self.exit(1, "error: " + " ".join(message.split()) + "\n")
+    def fail(self, message: str, status: int = 1):
+        """Leave the program with one line on stderr."""
+        self.exit(status, "error: " + " ".join(message.split()) + "\n")

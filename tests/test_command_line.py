@@ -152,7 +152,7 @@ BAD_SAMPLE = [
 
 def test_a_mistake_in_sampling_is_one_line(here, capsys):
     status, _, err = call(sample, capsys=capsys)
-    assert status == 2 and "no run yet" in err and "python train.py" in err
+    assert status == 2 and "no run yet" in err and err.endswith("python train.py --norm pre\n")
     call(train, "--data", "text.txt", "--steps", 2, *FLAGS, capsys=capsys)
     for arguments, message in BAD_SAMPLE:
         status, out, err = call(sample, *arguments, capsys=capsys)
