@@ -76,8 +76,10 @@ def save(run: Path, model, optimizer, state: dict, keep: int):
         save_file(model.state_dict(), new / "model.safetensors", metadata={"format": "pt"})
         save_file(moments, new / "optimizer.safetensors", metadata={"format": "pt"})
         (new / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        for path in (*new.iterdir(), new):
+        for path in new.iterdir():
+            shutil.copymode(new / "state.json", path)  # safetensors lets nobody else read, whatever the umask
             _flush(path)
+        _flush(new)
     except (OSError, SafetensorError) as error:  # a full disk is either
         shutil.rmtree(new)
         raise OSError(

@@ -44,7 +44,7 @@ class _LayerNormFunction(torch.autograd.Function):
         g, gamma = g.to(n.dtype), gamma.to(n.dtype)
         d = n.size(-1)
         h, gn = g * gamma, g * n
-        # No matrix product here: one of `h * n` with ones would be rounded to half precision under autocast.
+        # Not g @ gamma and gn @ gamma, which would do: autocast would round matrix products to half precision.
         mean_h, mean_hn = h.mean(-1, keepdim=True), (gn * gamma).mean(-1, keepdim=True)
         dx = h.sub_(mean_h).addcmul_(n, mean_hn, value=-1).mul_(r)
         dgamma = gn.reshape(-1, d).sum(0).to(gamma_dtype)

@@ -44,6 +44,7 @@ def test_a_model_comes_back_from_its_folder_alone(tmp_path, norm):
         again = checkpoint.load_model(folder)
         assert again.config == model.config and torch.equal(again(tokens), model(tokens))
     assert names(tmp_path / "step-000002") == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    assert len({path.stat().st_mode for path in (tmp_path / "step-000002").iterdir()}) == 1
 
 
 @pytest.mark.parametrize("norm", BLOCKS)
