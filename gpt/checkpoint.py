@@ -61,7 +61,8 @@ def new_run(out: str | None, name: str, overwrite: bool) -> Path:
 
 def save(run: Path, model, optimizer, state: dict, keep: int):
     """Write the checkpoint of `state["step"]`, point `last` at it, and `best` at `state["best_step"]` unless None;
-    then delete all checkpoints but the newest `keep` and the best. Optimizer tensors are named after parameters."""
+    then delete all checkpoints but the newest `keep` and the best. Optimizer tensors are named after parameters.
+    Raises OSError, with the earlier checkpoints intact, if the disk does not take it."""
     for leftover in run.glob(".step-*"):
         shutil.rmtree(leftover)
     folder = run / f"step-{state['step']:06d}"
