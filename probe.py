@@ -5,7 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from gpt.config import MODEL_SETTINGS, CommandLine, ModelConfig, TrainConfig
+from gpt.command_line import CommandLine
+from gpt.config import MODEL_SETTINGS, ModelConfig, TrainConfig
 
 SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
 STACKS = {  # the lesson's twelve random layers

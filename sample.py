@@ -5,7 +5,8 @@ import secrets
 import sys
 from pathlib import Path
 
-from gpt.config import CommandLine, lookup
+from gpt.command_line import CommandLine
+from gpt.config import lookup
 
 
 def sample(given):

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from gpt.config import CommandLine, TrainConfig, configure, flat, lookup, read_toml
+from gpt.command_line import CommandLine
+from gpt.config import TrainConfig, configure, flat, lookup, read_toml
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
@@ -65,7 +66,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         print(warning, file=sys.stderr)
     if resume:
         run = Path(out)
-        state = checkpoint.restore(run, model, optimizer)
+        state = checkpoint.restore(run, model, optimizer, config)
         if state["step"] > config.steps:
             raise ValueError(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
         if scaler.is_enabled() and state["scaler"]:
@@ -85,7 +86,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         # Dropout is a function of (seed, step), so that a resumed run repeats it.
         torch.manual_seed(int(np.random.default_rng([config.seed, step, 1]).integers(2**63)))
         for group in optimizer.param_groups:
-            group["lr"] = optim.lr_at(step, config)
+            group["lr"] = group["scale"] * optim.lr_at(step, config)
         micro_batches = data.batch(step).split(config.micro_size)
         batch_loss = 0.0
         for tokens in micro_batches:
@@ -182,13 +183,13 @@ def announce(config: TrainConfig, model, data, tokenizer, compute, run, step: in
     count, in_norms = model.count_parameters(), model.count_parameters("norm")
     print(f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms")
     print(f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on")
-    tokens = f"{config.batch_size * m.context_length:,} tokens each"
-    print(f"steps   {step:,} of {config.steps:,} done, {tokens}, AdamW at {config.lr:g}")
+    how = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
+    print(f"steps   {step:,} of {config.steps:,} done, {how}")
     print(f"device  {compute.device}, {compute.dtype}, compile {compute.compile}")
     print(f"run     {run}", flush=True)
     if config.warmup_steps >= config.steps:
-        warmup = f"{config.warmup_steps} of {config.steps} steps"
-        print(f"warning: the run ends within its warm-up ({warmup}). Lower --warmup-steps.", file=sys.stderr)
+        found = f"{config.warmup_steps} of {config.steps} steps"
+        print(f"warning: the run ends within its warm-up ({found}). Lower --warmup-steps.", file=sys.stderr)
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
@@ -197,9 +198,8 @@ def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str
     from gpt.tokenizer import TOKENIZERS
 
     text = ""
-    for piece in generate.stream_text(
-        checkpoint.load_model(run), TOKENIZERS[config.tokenizer](), "", characters, temperature=0.8, seed=config.seed
-    ):
+    settings = {"max_new_tokens": characters, "temperature": 0.8, "seed": config.seed}
+    for piece in generate.stream_text(checkpoint.load_model(run), TOKENIZERS[config.tokenizer](), "", **settings):
         text += piece
         if len(text) >= characters:
             break

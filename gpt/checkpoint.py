@@ -182,16 +182,17 @@ def load_model(folder: str | Path) -> GPT:
     return model
 
 
-def restore(run: Path, model, optimizer) -> dict:
-    """Load the last checkpoint of a run into a model and its optimizer; returns the state. Raises ValueError if the
-    architecture differs: every name and shape may agree all the same, as those of pre and post do."""
+def restore(run: Path, model, optimizer, config: TrainConfig) -> dict:
+    """Load the last checkpoint of a run into a model and its optimizer, made as `config` says; returns the state.
+    Raises ValueError if the architecture or the optimizer differs: every name and shape may agree all the same, as
+    those of pre and post do."""
     checkpoint = find(run, "last")
     state, stored = read_state(checkpoint)
-    for setting in dataclasses.fields(model.config):
-        theirs, ours = getattr(stored.model, setting.name), getattr(model.config, setting.name)
-        if theirs != ours and setting.name != "dropout":
-            name = "vocab_size, that of the tokenizer" if setting.name == "vocab_size" else setting.name
-            raise ValueError(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
+    wanted = dataclasses.asdict(config.model) | {"optimizer": config.optimizer}
+    for name, theirs in (dataclasses.asdict(stored.model) | {"optimizer": stored.optimizer}).items():
+        if theirs != wanted[name] and name != "dropout":
+            what = "vocab_size, that of the tokenizer" if name == "vocab_size" else name
+            raise ValueError(f"the checkpoint has another {what} ({theirs}, not {wanted[name]}). Leave it as it was.")
     model.load_state_dict(_tensors(checkpoint / "model.safetensors"))
     moments = {name: {} for name, _ in model.named_parameters()}
     for path, value in _tensors(checkpoint / "optimizer.safetensors").items():

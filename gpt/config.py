@@ -1,17 +1,15 @@
 """Settings and where they come from: defaults < TOML file < flags. Imports no torch, so that --help is quick."""
 
-import argparse
 import dataclasses
 import difflib
 import math
-import os
-import sys
 import tomllib
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 FORMAT = 1  # of config.json and state.json
+RATES = {"muon": (0.012, 0.0), "adamw": (1e-3, 0.1)}  # by default: the peak, and the last as a share of the peak
 
 
 def _setting(default, text):
@@ -28,7 +26,7 @@ def _nearest_divisors(number, wanted):
     return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:3])
 
 
-def _one_of(values):
+def one_of(values):
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -57,7 +55,7 @@ class ModelConfig:
         _require(0 < self.norm_eps < math.inf, self, "norm_eps", "above 0, as 1e-5")
         _require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
         if self.d_model % self.n_heads:
-            near = _one_of(_nearest_divisors(self.d_model, self.n_heads))
+            near = one_of(_nearest_divisors(self.d_model, self.n_heads))
             found = f"{self.n_heads} heads, width {self.d_model}"
             raise ValueError(f"n_heads must divide d_model ({found}). Use {near} heads, or another width.")
 
@@ -70,13 +68,14 @@ class TrainConfig:
     data: str = _setting("python-docs", "corpus: python-docs, shakespeare, a UTF-8 text file or a folder of .txt files")
     tokenizer: str = _setting("bytes", "bytes (256 ids) or gpt2 (50,257 ids)")
     val_fraction: float = _setting(0.1, "last part of the corpus, held out; 0 turns evaluation off")
-    steps: int = _setting(2200, "optimizer updates")
+    steps: int = _setting(1600, "optimizer updates")
     batch_size: int = _setting(12, "sequences per step")
     micro_batch_size: int | None = _setting(None, "sequences per forward pass; by default the whole batch")
-    lr: float = _setting(3e-3, "peak learning rate")
-    min_lr: float | None = _setting(None, "learning rate at the last step; by default a tenth of lr")
-    warmup_steps: int = _setting(300, "steps of linear warm-up, then a cosine down to min_lr")
-    weight_decay: float = _setting(0.1, "AdamW's, on matrices only")
+    optimizer: str = _setting("muon", "muon, on the matrices of the blocks, with AdamW for the rest; or adamw")
+    lr: float | None = _setting(None, "peak learning rate; by default 0.012 for muon and 0.001 for adamw")
+    min_lr: float | None = _setting(None, "rate of the last step; by default 0 for muon and a tenth of lr for adamw")
+    warmup_steps: int = _setting(100, "steps of linear warm-up, then a line (muon) or a cosine (adamw) to min_lr")
+    weight_decay: float = _setting(0.1, "times the rate, on matrices only")
     beta1: float = _setting(0.9, "AdamW's decay of the mean gradient")
     beta2: float = _setting(0.99, "AdamW's decay of the mean squared gradient")
     adam_eps: float = _setting(1e-8, "AdamW's term against division by zero")
@@ -100,22 +99,28 @@ class TrainConfig:
             _require(0 <= getattr(self, name) < math.inf, self, name, "0 or more")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, self, name, "at least 0 and below 1")
-        _require(0 < self.lr < math.inf, self, "lr", "above 0, as 1e-3")
+        lookup(RATES, self.optimizer, "optimizer")
+        _require(self.lr is None or 0 < self.lr < math.inf, self, "lr", "above 0, as 1e-3")
         _require(0 < self.adam_eps < math.inf, self, "adam_eps", "above 0, as 1e-8")
         _require(0 <= self.val_fraction < 1, self, "val_fraction", "at least 0 and below 1")
         _require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
         _require(0 <= self.seed < 2**63, self, "seed", "at least 0 and below 2**63")
         _require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
-        _require(0 <= self.last_lr <= self.lr, self, "min_lr", f"at least 0 and at most lr, {self.lr}")
+        _require(0 <= self.last_lr <= self.peak_lr, self, "min_lr", f"at least 0 and at most lr, {self.peak_lr}")
         if self.batch_size % self.micro_size:
-            near = _one_of(_nearest_divisors(self.batch_size, self.micro_size))
+            near = one_of(_nearest_divisors(self.batch_size, self.micro_size))
             found = f"{self.micro_size} and {self.batch_size}"
             raise ValueError(f"micro_batch_size must divide batch_size ({found}). Use {near}.")
 
     @property
+    def peak_lr(self) -> float:
+        """The learning rate after the warm-up."""
+        return RATES[self.optimizer][0] if self.lr is None else self.lr
+
+    @property
     def last_lr(self) -> float:
         """The learning rate of the last step."""
-        return self.lr / 10 if self.min_lr is None else self.min_lr
+        return self.peak_lr * RATES[self.optimizer][1] if self.min_lr is None else self.min_lr
 
     @property
     def micro_size(self) -> int:
@@ -126,7 +131,7 @@ class TrainConfig:
 def unknown(what: str, name: str, known) -> str:
     """The message for a name that is not in `known`: the nearest ones, or all of them."""
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-    hint = f"Did you mean {_one_of(near)}?" if near else f"Known: {', '.join(known)}."
+    hint = f"Did you mean {one_of(near)}?" if near else f"Known: {', '.join(known)}."
     return f"unknown {what} ({name}). {hint}"
 
 
@@ -144,7 +149,7 @@ SETTINGS = MODEL_SETTINGS | {f.name: f for f in dataclasses.fields(TrainConfig) 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
 
 
-def _kind(name):
+def kind_of(name: str) -> type:
     """The type of a setting, None apart."""
     return next(kind for kind in (SETTINGS[name].type, *typing.get_args(SETTINGS[name].type)) if kind in KINDS)
 
@@ -153,7 +158,7 @@ def _typed(name, value):
     """`value` as the type that the setting is declared with; an integer will do for a float."""
     if value is None and SETTINGS[name].default is None:
         return None
-    kind = _kind(name)
+    kind = kind_of(name)
     if type(value) is int and kind is float and abs(value) < 2**53:
         return float(value)
     if type(value) is not kind:
@@ -187,63 +192,3 @@ def read_toml(path: str | Path) -> dict:
         raise ValueError(f"cannot read the configuration ({found}). {remedy}") from None
     except ValueError as error:  # TOML's and UTF-8's errors are both ValueErrors
         raise ValueError(f"{path} is not a TOML file ({error}). Write one `key = value` a line.") from None
-
-
-class CommandLine(argparse.ArgumentParser):
-    """argparse, with underscores for dashes, the nearest flag for a misspelt one and every error in one line."""
-
-    def __init__(self, **arguments):
-        super().__init__(allow_abbrev=False, **arguments)
-
-    def add_settings(self, names=SETTINGS):
-        """One flag for each setting. What the user does not give is absent from the parsed namespace."""
-        for name in names:
-            kind = _kind(name)
-            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            default = SETTINGS[name].default
-            text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
-            self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
-
-    def parse_args(self, argv):
-        dashed = []
-        for word in argv:
-            flag, equals, value = word.partition("=")
-            option = flag.replace("_", "-")
-            dashed.append((option if option in self._option_string_actions else flag) + equals + value)
-        known, extra = self.parse_known_args(dashed)
-        if extra:
-            flags = [option for action in self._actions for option in action.option_strings]
-            name = extra[0].partition("=")[0]
-            if name.startswith("-"):
-                self.fail(unknown("flag", name, flags), 2)
-            self.fail(f"unexpected argument ({extra[0]}). A setting is a flag, as --steps 500.", 2)
-        return known
-
-    def error(self, message):
-        self.fail(f"{message}. See --help.", 2)  # argparse's own messages, which name no remedy
-
-    def run(self, body: typing.Callable[[], int | None], unread: str | None = None):
-        """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1.
-        That nobody reads the output any more is no failure, unless `unread` says what is lost by it."""
-        if sys.stdout is not None:
-            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        try:
-            sys.exit(body())
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.fail(unread) if unread else sys.exit(0)
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except ValueError as error:
-            self.fail(str(error), 2)
-        except (OSError, FloatingPointError) as error:
-            self.fail(str(error))
-        except (MemoryError, RuntimeError) as error:  # torch's, on every device, are RuntimeErrors
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
-                raise
-            what = str(error).partition("\n")[0]
-            self.fail(f"out of memory ({what}). Lower --micro-batch-size, --context-length or --d-model.")
-
-    def fail(self, message: str, status: int = 1):
-        """Leave the program with one line on stderr."""
-        self.exit(status, "error: " + " ".join(message.split()) + "\n")

@@ -20,6 +20,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 IMPORTS = {
     "__init__": set(),
     "config": set(),
+    "command_line": {"config"},
     "tokenizer": set(),
     "optim": set(),
     "distributed": set(),

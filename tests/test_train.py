@@ -117,7 +117,7 @@ def test_dropout_differs_from_step_to_step(run, tmp_path):
 def test_the_gradient_is_clipped_and_logged_as_it_was(run):
     """Without memory and with a large epsilon AdamW's update is about lr times the gradient, so its norm shows."""
     plain = {"beta1": 0.0, "beta2": 0.0, "adam_eps": 1e3, "weight_decay": 0.0, "steps": 1, "eval_every": 1}
-    plain |= {"lr": 1e3, "warmup_steps": 0, "min_lr": 1e3}
+    plain |= {"lr": 1e3, "warmup_steps": 0, "min_lr": 1e3, "optimizer": "adamw"}
     for name, clip in (("free", 0.0), ("clipped", 0.01)):
         folder = run(name, grad_clip=clip, **plain)
         torch.manual_seed(toy_config().seed)

@@ -1,0 +1,69 @@
+"""The command line of every script: settings as flags, and each error as one line. Imports no torch, so that --help is
+quick."""
+
+import argparse
+import os
+import sys
+import typing
+
+from gpt.config import SETTINGS, kind_of, unknown
+
+
+class CommandLine(argparse.ArgumentParser):
+    """argparse, with underscores for dashes, the nearest flag for a misspelt one and every error in one line."""
+
+    def __init__(self, **arguments):
+        super().__init__(allow_abbrev=False, **arguments)
+
+    def add_settings(self, names=SETTINGS):
+        """One flag for each setting. What the user does not give is absent from the parsed namespace."""
+        for name in names:
+            kind = kind_of(name)
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            default = SETTINGS[name].default
+            text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
+            self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
+
+    def parse_args(self, argv):
+        dashed = []
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            option = flag.replace("_", "-")
+            dashed.append((option if option in self._option_string_actions else flag) + equals + value)
+        known, extra = self.parse_known_args(dashed)
+        if extra:
+            flags = [option for action in self._actions for option in action.option_strings]
+            name = extra[0].partition("=")[0]
+            if name.startswith("-"):
+                self.fail(unknown("flag", name, flags), 2)
+            self.fail(f"unexpected argument ({extra[0]}). A setting is a flag, as --steps 500.", 2)
+        return known
+
+    def error(self, message):
+        self.fail(f"{message}. See --help.", 2)  # argparse's own messages, which name no remedy
+
+    def run(self, body: typing.Callable[[], int | None], unread: str | None = None):
+        """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1.
+        That nobody reads the output any more is no failure, unless `unread` says what is lost by it."""
+        if sys.stdout is not None:
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+        try:
+            sys.exit(body())
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.fail(unread) if unread else sys.exit(0)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except ValueError as error:
+            self.fail(str(error), 2)
+        except (OSError, FloatingPointError) as error:
+            self.fail(str(error))
+        except (MemoryError, RuntimeError) as error:  # torch's, on every device, are RuntimeErrors
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            what = str(error).partition("\n")[0]
+            self.fail(f"out of memory ({what}). Lower --micro-batch-size, --context-length or --d-model.")
+
+    def fail(self, message: str, status: int = 1):
+        """Leave the program with one line on stderr."""
+        self.exit(status, "error: " + " ".join(message.split()) + "\n")
