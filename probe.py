@@ -34,18 +34,23 @@ def probe_blocks(names: list[str], config: ModelConfig, seed: int) -> dict:
     return profiles
 
 
-def probe_run(run: str) -> dict:
-    """The profile of a run's checkpoint on the start of its own validation text."""
-    from gpt import checkpoint, corpus
+def probe_weights(source: str) -> dict:
+    """The profile of a run's checkpoint on the start of its own validation text, or of published weights on that of
+    the default corpus."""
+    from gpt import checkpoint, corpus, pretrained
     from gpt.data import Data
     from gpt.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
 
-    folder = checkpoint.find(run)
-    config = checkpoint.read_state(folder)[1]
+    if pretrained.recognizes(source):
+        config, model = pretrained.base_config(source), pretrained.load(source)
+    else:
+        folder = checkpoint.find(source)
+        config, model = checkpoint.read_state(folder)[1], checkpoint.load_model(folder)
     ids = corpus.load(config.data, TOKENIZERS[config.tokenizer]())
-    data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
-    return {config.model.norm: depth_profile(checkpoint.load_model(folder), data.few_rows())}
+    # A profile of four rows; longer ones than this show the same, and take long in a large model.
+    data = Data(ids, min(256, config.model.context_length), config.batch_size, config.val_fraction, config.seed)
+    return {config.model.norm: depth_profile(model, data.few_rows())}
 
 
 def table(profiles: dict, start: int = 1):
@@ -58,13 +63,13 @@ def table(profiles: dict, start: int = 1):
 
 def probe(given: dict):
     """Measure what the command line names, print it and draw it."""
-    from gpt import plots
+    from gpt import plots, pretrained
     from gpt.depth import random_stack
 
     names, out, seed = given.pop("what"), given.pop("out"), given.pop("seed")
     TrainConfig(seed=seed)  # checks it
     start, along_training = 1, None
-    run = next((name for name in names if Path(name, "last").exists()), None)
+    run = next((name for name in names if Path(name, "last").exists() or pretrained.recognizes(name)), None)
     if (run or "stack" in names) and (len(names) > 1 or given):
         alone = run or "stack"
         raise ValueError(f"nothing can be added to {alone} ({', '.join([*names, *given])}). Leave the rest out.")
@@ -72,7 +77,8 @@ def probe(given: dict):
         start, title = 0, "Twelve random layers: plain with gain 0.7 and 1.3, a norm, a residual, both"
         profiles = {name: random_stack(**settings) for name, settings in STACKS.items()}
     elif run:
-        profiles, title = probe_run(run), f"{run}: its best checkpoint on its own validation text"
+        whose = "the default corpus" if pretrained.recognizes(run) else "its own validation text"
+        profiles, title = probe_weights(run), f"{run}: signal and gradient by depth on {whose}"
         along_training = Path(run, "probe.jsonl") if Path(run, "probe.jsonl").exists() else None
     else:
         config = ModelConfig(**{"n_layers": 24} | given)
@@ -94,7 +100,9 @@ def probe(given: dict):
 
 def main(argv: list[str]):
     command = CommandLine(prog="probe.py", description=__doc__)
-    command.add_argument("what", nargs="+", metavar="BLOCK|RUN|stack", help="placements, or a run folder, or stack")
+    command.add_argument(
+        "what", nargs="+", metavar="BLOCK|RUN|gpt2|stack", help="placements, or a run, weights or stack"
+    )
     command.add_settings([name for name in MODEL_SETTINGS if name != "norm"])
     command.add_argument("--seed", type=int, default=1337, metavar="N", help="of the weights (default: %(default)s)")
     command.add_argument("--out", default="probe.png", metavar="FILE", help="picture (default: %(default)s)")

@@ -11,25 +11,31 @@ from gpt.config import lookup
 
 def sample(given):
     """Write the samples that the command line asks for. Raises ValueError for what it names and is not there."""
-    from gpt import checkpoint, distributed, generate
+    from gpt import checkpoint, distributed, generate, pretrained
     from gpt.tokenizer import TOKENIZERS
 
     compute = distributed.choose(given.device, given.dtype, "off", distributed.look(given.device))
-    folder = checkpoint.find(given.run or checkpoint.newest_run(), given.checkpoint)
-    config = checkpoint.read_state(folder)[1]
-    generate.check(
-        config.model.vocab_size, given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed
-    )
+    source = given.run or checkpoint.newest_run()
+    if pretrained.recognizes(source):
+        if given.checkpoint:
+            raise ValueError(f"published weights have one checkpoint only ({given.checkpoint}). Leave it out.")
+        config, load, what = pretrained.base_config(source), pretrained.load, "published weights"
+    else:
+        source = checkpoint.find(source, given.checkpoint)
+        config, load = checkpoint.read_state(source)[1], checkpoint.load_model
+        what = config.data
     if given.num_samples < 1:
         raise ValueError(f"num_samples is out of range ({given.num_samples}). It must be 1 or more.")
     if given.temperature == 0 and (given.seed is not None or given.num_samples > 1):
         raise ValueError("seed and num_samples have no effect at temperature 0, which is greedy. Leave them out.")
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
+    settings = {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    generate.check(tokenizer.vocab_size, seed=given.seed, **settings)
     prompt = read_prompt(given)
-    model = checkpoint.load_model(folder).to(compute.device)
+    model = load(source).to(compute.device)
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     drawn = f"seed {seed}" if given.temperature else "greedy"
-    print(f"{folder}: {config.model.norm}, {config.data}; {drawn}", file=sys.stderr)
+    print(f"{source}: {config.model.norm}, {what}; {drawn}", file=sys.stderr)
     context = config.model.context_length
     if len(tokenizer.encode_prompt(prompt)) > context:
         print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)
@@ -38,16 +44,7 @@ def sample(given):
             print(f"--- sample {number + 1}, seed {seed + number}", file=sys.stderr)
         print(prompt, end="", flush=True)
         with compute.autocast():
-            for piece in generate.stream_text(
-                model,
-                tokenizer,
-                prompt,
-                given.max_new_tokens,
-                temperature=given.temperature,
-                top_k=given.top_k,
-                top_p=given.top_p,
-                seed=seed + number,
-            ):
+            for piece in generate.stream_text(model, tokenizer, prompt, seed=seed + number, **settings):
                 print(piece, end="", flush=True)
         print()
 
@@ -65,7 +62,12 @@ def read_prompt(given) -> str:
 
 def main(argv: list[str]):
     command = CommandLine(prog="sample.py", description=__doc__)
-    command.add_argument("run", nargs="?", metavar="RUN", help="run or checkpoint (default: newest in runs/)")
+    command.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN|gpt2|FOLDER",
+        help="a run, a checkpoint or published weights (default: newest in runs/)",
+    )
     command.add_argument("--prompt", metavar="TEXT", help="text to continue (default: none)")
     command.add_argument("--prompt-file", metavar="FILE", help="the same, from a UTF-8 file")
     command.add_argument("--max-new-tokens", type=int, default=500, metavar="N", help="(default: %(default)s)")

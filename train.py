@@ -46,10 +46,10 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
     import torch
     from tqdm import tqdm
 
-    from gpt import checkpoint, corpus, distributed, optim
+    from gpt import checkpoint, corpus, distributed, optim, pretrained
     from gpt.data import Data
     from gpt.depth import depth_profile
-    from gpt.model import GPT, next_token_loss
+    from gpt.model import GPT, mean_loss, next_token_loss
     from gpt.tokenizer import TOKENIZERS
 
     compute = distributed.choose(config.device, config.dtype, config.compile, distributed.look(config.device))
@@ -58,7 +58,8 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
     ids = corpus.load(config.data, tokenizer)
     data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
     torch.manual_seed(config.seed)
-    model = GPT(config.model).to(compute.device)
+    scratch = resume or config.init == "scratch"
+    model = (GPT(config.model) if scratch else pretrained.load(config.init, config.model)).to(compute.device)
     optimizer, scaler = optim.make_optimizer(model, config), compute.scaler()
     # `model` is what is evaluated, saved and sampled. Only `update` calls `net`, which may be compiled.
     net, warning = distributed.compiled(model, data.batch(0)[: config.micro_size].to(compute.device)[:, :-1], compute)
@@ -121,7 +122,8 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             record = {"step": step, "loss": loss.item(), "lr": optim.lr_at(step - 1, config)}
             record |= {"grad_norm": grad_norm.item(), "tokens_per_s": round(tokens / (time.perf_counter() - clock))}
             if evaluating:
-                record["val_loss"] = state["val_loss"] = evaluate(model, data, config, compute)
+                with compute.autocast():
+                    record["val_loss"] = state["val_loss"] = mean_loss(model, data.windows(config.micro_size))
             check_finite(record, scaler, model)
             if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
                 state |= {"best_step": step, "best_val_loss": state["val_loss"]}
@@ -140,24 +142,6 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
                 break
             timed_from, clock = step, time.perf_counter()
     return state | {"run": run, "unit": tokenizer.unit}
-
-
-def evaluate(model, data, config: TrainConfig, compute) -> float:
-    """Mean loss in nats over every token of the validation split."""
-    import torch
-
-    from gpt.model import next_token_loss
-
-    total = count = 0
-    model.eval()
-    with torch.no_grad(), compute.autocast():
-        for tokens in data.windows(config.micro_size):
-            tokens = tokens.to(compute.device)
-            targets = tokens[:, 1:]
-            total += next_token_loss(model(tokens[:, :-1]), targets).item() * targets.numel()
-            count += targets.numel()
-    model.train()
-    return total / count
 
 
 def check_finite(record: dict, scaler, model):
@@ -227,6 +211,10 @@ def main(argv: list[str]):
             from gpt.checkpoint import find, read_state
 
             base = read_state(find(out, "last"))[1]
+        elif settings.get("init", "scratch") != "scratch":
+            from gpt.pretrained import base_config
+
+            base = base_config(settings["init"])
         config = configure(settings, base)
         if resume:
             for name, value in flat(base).items():

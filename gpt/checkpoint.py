@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from gpt.config import FORMAT, TrainConfig, configure, flat
+from gpt.config import FORMAT, TrainConfig, configure, flat, require_same
 from gpt.model import GPT
 
 
@@ -184,15 +184,14 @@ def load_model(folder: str | Path) -> GPT:
 
 def restore(run: Path, model, optimizer, config: TrainConfig) -> dict:
     """Load the last checkpoint of a run into a model and its optimizer, made as `config` says; returns the state.
-    Raises ValueError if the architecture or the optimizer differs: every name and shape may agree all the same, as
-    those of pre and post do."""
+    Raises ValueError if the architecture or the optimizer differs."""
     checkpoint = find(run, "last")
     state, stored = read_state(checkpoint)
-    wanted = dataclasses.asdict(config.model) | {"optimizer": config.optimizer}
-    for name, theirs in (dataclasses.asdict(stored.model) | {"optimizer": stored.optimizer}).items():
-        if theirs != wanted[name] and name != "dropout":
-            what = "vocab_size, that of the tokenizer" if name == "vocab_size" else name
-            raise ValueError(f"the checkpoint has another {what} ({theirs}, not {wanted[name]}). Leave it as it was.")
+    require_same(stored.model, config.model, "the checkpoint has")
+    for name in ("optimizer", "init"):
+        theirs, ours = getattr(stored, name), getattr(config, name)
+        if theirs != ours:
+            raise ValueError(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
     model.load_state_dict(_tensors(checkpoint / "model.safetensors"))
     moments = {name: {} for name, _ in model.named_parameters()}
     for path, value in _tensors(checkpoint / "optimizer.safetensors").items():

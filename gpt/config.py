@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 import typing
@@ -71,6 +72,7 @@ class TrainConfig:
     steps: int = _setting(1600, "optimizer updates")
     batch_size: int = _setting(12, "sequences per step")
     micro_batch_size: int | None = _setting(None, "sequences per forward pass; by default the whole batch")
+    init: str = _setting("scratch", "starting weights: scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder")
     optimizer: str = _setting("muon", "muon, on the matrices of the blocks, with AdamW for the rest; or adamw")
     lr: float | None = _setting(None, "peak learning rate; by default 0.012 for muon and 0.001 for adamw")
     min_lr: float | None = _setting(None, "rate of the last step; by default 0 for muon and a tenth of lr for adamw")
@@ -142,6 +144,16 @@ def lookup(table: dict, name: str, what: str):
     return table[name]
 
 
+def require_same(theirs: ModelConfig, ours: ModelConfig, whose: str):
+    """Raise ValueError if the architectures differ in more than dropout. Names and shapes of all tensors may agree all
+    the same, as those of pre and post do."""
+    for name in (each.name for each in dataclasses.fields(ModelConfig) if each.name != "dropout"):
+        if getattr(theirs, name) != getattr(ours, name):
+            what = "vocab_size, that of the tokenizer" if name == "vocab_size" else name
+            found = f"{getattr(theirs, name)}, not {getattr(ours, name)}"
+            raise ValueError(f"{whose} another {what} ({found}). Leave it as it was.")
+
+
 MODEL_SETTINGS = {f.name: f for f in dataclasses.fields(ModelConfig) if f.metadata}
 SETTINGS = MODEL_SETTINGS | {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata}
 
@@ -180,6 +192,16 @@ def configure(settings: dict, base: TrainConfig = TrainConfig()) -> TrainConfig:
 def flat(config: TrainConfig) -> dict:
     """The opposite of `configure`: every setting of both dataclasses in one dict."""
     return {name: getattr(config.model if name in MODEL_SETTINGS else config, name) for name in SETTINGS}
+
+
+def read_json(path: str | Path):
+    """What a JSON file holds; ValueError if it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the file ({path}: {error.strerror}). Get it again.") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file ({error}). Get it again.") from None
 
 
 def read_toml(path: str | Path) -> dict:

@@ -82,15 +82,18 @@ def stream(
     top_p: float | None = None,
     seed: int | None = None,
     use_cache: bool = True,
+    vocab_size: int | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Continue (B, T) tokens, T at least 1: yields `max_new_tokens` times the (B,) next ids, on the CPU.
+    """Continue (B, T) tokens, T at least 1: yields `max_new_tokens` times the (B,) next ids, on the CPU. Ids from
+    `vocab_size` on, those of a padded vocabulary, are never chosen.
 
     The model sees the last context_length tokens. Row b draws from its own generator, seeded with seed + b. With the
     cache each token is computed once until the context is full; from there on every step moves all positions by
     one, so nothing can be kept and each step costs a whole context, with or without a cache.
     Raises ValueError for settings that are out of range.
     """
-    check(model.config.vocab_size, max_new_tokens, temperature, top_k, top_p, seed)
+    vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
+    check(vocab_size, max_new_tokens, temperature, top_k, top_p, seed)
     context = model.config.context_length
     generators = [torch.Generator() for _ in tokens]
     for row, generator in enumerate(generators):
@@ -102,7 +105,7 @@ def stream(
             tokens, caches, start = tokens[:, -context:], {}, 0
         with _inference(model, caches):
             x = model.residual_stream(tokens[:, start:], start)
-            logits = model.readout(x[:, -1:])[:, 0]
+            logits = model.readout(x[:, -1:])[:, 0, :vocab_size]
         if caches:
             start = tokens.size(1)
         ids = choose(logits, temperature, top_k, top_p, generators)
@@ -131,7 +134,7 @@ def stream_text(model, tokenizer, prompt: str, max_new_tokens: int, **settings) 
     device = model.token_embedding.weight.device
     tokens = torch.tensor([tokenizer.encode_prompt(prompt or tokenizer.start).tolist()], device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for ids in stream(model, tokens, max_new_tokens, **settings):
+    for ids in stream(model, tokens, max_new_tokens, vocab_size=tokenizer.vocab_size, **settings):
         if ids[0] == tokenizer.end_of_text:
             break
         yield decoder.decode(tokenizer.decode_bytes(ids.tolist()))

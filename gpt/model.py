@@ -1,5 +1,6 @@
 """GPT: embed -> blocks -> final norm -> logits."""
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -56,3 +57,18 @@ class GPT(nn.Module):
 def next_token_loss(logits, targets):
     """Mean cross-entropy in nats of (B, T, vocab_size) logits against (B, T) targets; float32 in any precision."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def mean_loss(model: GPT, windows) -> float:
+    """`next_token_loss` over every target of the (B, T + 1) `windows` of tokens, in evaluation mode."""
+    total = count = 0
+    training = model.training
+    model.eval()
+    for tokens in windows:
+        tokens = tokens.to(model.token_embedding.weight.device)
+        targets = tokens[:, 1:]
+        total += next_token_loss(model(tokens[:, :-1]), targets).item() * targets.numel()
+        count += targets.numel()
+    model.train(training)
+    return total / count

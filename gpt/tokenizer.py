@@ -29,6 +29,10 @@ class Bytes:
         """The bytes that `ids` stand for: perhaps part of a character."""
         return bytes(ids)
 
+    def to_json(self) -> dict:
+        """The same tokenizer in the format of Hugging Face's tokenizers."""
+        return _to_json({CHARACTERS[byte]: byte for byte in range(256)}, [], None)
+
 
 class GPT2BPE:
     """GPT-2's byte-pair encoding, 50,257 ids: 256 bytes, the 50,000 merges of vocab.bpe in order, <|endoftext|>.
@@ -49,10 +53,11 @@ class GPT2BPE:
         import tiktoken
         from tiktoken_ext.openai_public import r50k_pat_str
 
+        self._merges = _read_merges(path)
         self._bpe = tiktoken.Encoding(
             "gpt2",
             pat_str=r50k_pat_str,
-            mergeable_ranks=_read_merges(path),
+            mergeable_ranks=_ranks(self._merges),
             special_tokens={END_OF_TEXT: self.end_of_text},
             explicit_n_vocab=self.vocab_size,
         )
@@ -69,21 +74,50 @@ class GPT2BPE:
         """The bytes that `ids` stand for: perhaps part of a character."""
         return self._bpe.decode_bytes([int(i) for i in ids])
 
+    def to_json(self) -> dict:
+        """The same tokenizer in the format of Hugging Face's tokenizers."""
+        vocabulary = [*CHARACTERS.values(), *(merge.replace(" ", "") for merge in self._merges), END_OF_TEXT]
+        return _to_json({word: i for i, word in enumerate(vocabulary)}, self._merges, self.end_of_text)
 
-def _read_merges(path: Path) -> dict[bytes, int]:
-    """vocab.bpe -> the rank of each byte string. The file writes bytes as printable characters: those that print
-    stand for themselves, the other 68 for the characters from 256 on."""
+
+def _characters() -> dict[int, str]:
+    """The character by which GPT-2's files write each byte, in the order of their ids: bytes that print stand for
+    themselves, the other 68 for the characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    order = printable + [byte for byte in range(256) if byte not in printable]
-    as_byte = {chr(byte) if byte in printable else chr(256 + i - len(printable)): byte for i, byte in enumerate(order)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(order)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+CHARACTERS = _characters()
+
+
+def _read_merges(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()[1:]  # the first line is a version
     except FileNotFoundError:
         raise ValueError(f"GPT-2's merges are missing ({path}). Restore the file from the repository.") from None
-    for line in lines[1:]:  # the first line is a version
-        ranks[bytes(as_byte[character] for character in line.replace(" ", ""))] = len(ranks)
+
+
+def _ranks(merges: list[str]) -> dict[bytes, int]:
+    """The id of each byte string: the bytes in their order, then what each merge makes."""
+    as_byte = {character: byte for byte, character in CHARACTERS.items()}
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(CHARACTERS)}
+    for merge in merges:
+        ranks[bytes(as_byte[character] for character in merge.replace(" ", ""))] = len(ranks)
     return ranks
+
+
+def _to_json(vocabulary: dict[str, int], merges: list[str], end_of_text: int | None) -> dict:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = [] if end_of_text is None else [{"id": end_of_text, "content": END_OF_TEXT, **plain}]
+    return {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }
 
 
 TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2BPE}

@@ -34,6 +34,8 @@ IMPORTS = {
     "blocks": {"layers", "norms", "config"},
     "model": {"blocks", "norms", "config"},
     "checkpoint": {"config", "model"},
+    "published": {"config", "model", "generate", "corpus", "tokenizer"},
+    "pretrained": {"config", "model", "published", "checkpoint", "tokenizer", "command_line"},
 }
 
 

@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 import train as script
 from gpt import BLOCKS, GPT, checkpoint
 from gpt.data import Data
-from gpt.distributed import Compute
-
-CPU = Compute("cpu", "float32", "off")
+from gpt.model import mean_loss
 
 
 @pytest.fixture
@@ -148,9 +146,8 @@ def test_the_validation_loss_does_not_depend_on_the_batch(run, text_file):
     model = checkpoint.load_model(run("a", dropout=0.5))  # which must be off
     losses = []
     for rows in (1, 3, 8):
-        config = toy_config(batch_size=rows)
         data = Data(torch.frombuffer(bytearray(text_file.read_bytes()), dtype=torch.uint8).numpy(), 16, rows, 0.2, 0)
-        losses += [script.evaluate(model, data, config, CPU) for _ in range(2)]
+        losses += [mean_loss(model, data.windows(rows)) for _ in range(2)]
     assert losses == pytest.approx([losses[0]] * 6, abs=1e-6)
     assert losses[0] == pytest.approx(metrics(text_file.parent / "a")[-1]["val_loss"], abs=1e-6)
 
