@@ -69,7 +69,7 @@ class TrainConfig:
     data: str = _setting("python-docs", "corpus: python-docs, shakespeare, a UTF-8 text file or a folder of .txt files")
     tokenizer: str = _setting("bytes", "bytes (256 ids) or gpt2 (50,257 ids)")
     val_fraction: float = _setting(0.1, "last part of the corpus, held out; 0 turns evaluation off")
-    steps: int = _setting(1600, "optimizer updates")
+    steps: int = _setting(2000, "optimizer updates")
     batch_size: int = _setting(12, "sequences per step")
     micro_batch_size: int | None = _setting(None, "sequences per forward pass; by default the whole batch")
     init: str = _setting("scratch", "starting weights: scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder")
@@ -194,10 +194,13 @@ def flat(config: TrainConfig) -> dict:
     return {name: getattr(config.model if name in MODEL_SETTINGS else config, name) for name in SETTINGS}
 
 
-def read_json(path: str | Path):
-    """What a JSON file holds; ValueError if it cannot be read."""
+def read_json(path: str | Path) -> dict:
+    """The object that a JSON file holds; ValueError if it cannot be read."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError("no object")
+        return stored
     except OSError as error:
         raise ValueError(f"cannot read the file ({path}: {error.strerror}). Get it again.") from None
     except (ValueError, RecursionError) as error:

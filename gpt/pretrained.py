@@ -97,8 +97,7 @@ def recognizes(source: str | Path) -> bool:
     configuration like theirs, unlike that of a run."""
     path = Path(source) / "config.json"
     if path.exists():
-        stored = read_json(path)
-        return isinstance(stored, dict) and "model_type" in stored
+        return "model_type" in read_json(path)
     return not Path(source).exists() and bool(difflib.get_close_matches(str(source), published.NAMES, cutoff=0.7))
 
 
@@ -137,7 +136,8 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     places = table("gpt2" if config.norm == "pre" else "openai-gpt", config.n_layers)
     weights, wrong = {}, []
-    for name in sorted(stored, key=lambda name: name.endswith("lm_head.weight")):  # the head last, to be compared
+    # The embeddings first, since they are the largest, and then the head, to be compared with them.
+    for name in sorted(stored, key=lambda name: (".h." in f".{name}", name.endswith("lm_head.weight"))):
         theirs = name.removeprefix("transformer.")
         if theirs == "position_ids" or theirs.endswith((".attn.bias", ".attn.masked_bias")):
             continue
@@ -199,7 +199,8 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
     files = {"config.json": settings}
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_json()
-        files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        special = {} if tokenizer.end_of_text is None else {"bos_token": tokenizer.start, "eos_token": tokenizer.start}
+        files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     new = folder.absolute().with_name(
         f".{folder.absolute().name}.new"
     )  # so that the folder is there whole or not at all
@@ -226,10 +227,9 @@ def main(argv: list[str]):
     given = command.parse_args(argv)
 
     def body():
+        wanted = {"export": "a run and a new folder", "check": "one source"}[given.what]
         if (given.what == "export") != (given.folder is not None):
-            raise ValueError(
-                f"{given.what} takes {'a run and a new folder' if given.what == 'export' else 'one source'}."
-            )
+            raise ValueError(f"{given.what} takes {wanted}. See --help.")
         if given.what == "export":
             config = checkpoint.read_state(checkpoint.find(given.source))[1]
             export(checkpoint.load_model(given.source), given.folder, TOKENIZERS[config.tokenizer]())
@@ -238,8 +238,9 @@ def main(argv: list[str]):
         folder = published.find(given.source)
         agree = True
         for fact in published.check(load(folder), folder):
-            agree &= fact.agrees
-            print(f"{'  ' if fact.agrees else '! '}{fact.what}: {fact.expected}, found {fact.found}", flush=True)
+            agree &= fact.agrees is not False
+            mark = {True: " ", False: "!", None: "?"}[fact.agrees]
+            print(f"{mark} {fact.what}: {fact.expected}, found {fact.found}", flush=True)
         return 0 if agree else 1
 
     command.run(body)

@@ -1,6 +1,8 @@
 """Toy sizes, and the files that only the developers' machines have."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,19 @@ def text_file(tmp_path) -> Path:
     lines = (f"{i}: the norm of line {i * 7919 % 101} is söme – {'ab' * (i % 5)}" for i in range(160))
     path.write_text("\n".join(lines), encoding="utf-8", newline="\n")
     return path
+
+
+def call(module, *arguments, capsys):
+    """A script's main in this process: (status, stdout, stderr)."""
+    with pytest.raises(SystemExit) as exit:
+        module.main(list(map(str, arguments)))
+    return exit.value.code or 0, *capsys.readouterr()
+
+
+def python(*arguments, cwd, **settings):
+    """A process of its own, finished."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, **settings)
 
 
 def shared(name: str) -> Path:

@@ -9,24 +9,12 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TOY_RUN
+from conftest import ROOT, TOY_RUN, call, python
 
 import sample
 import train
 
 FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-def python(*arguments, cwd, **settings):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, **settings)
-
-
-def call(module, *arguments, capsys):
-    """The script's main in this process: (status, stdout, stderr)."""
-    with pytest.raises(SystemExit) as exit:
-        module.main(list(map(str, arguments)))
-    return exit.value.code or 0, *capsys.readouterr()
 
 
 @pytest.fixture
