@@ -10,9 +10,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TOY
+from conftest import ROOT, TOY, toy_model
 
 from gpt import BLOCKS, GPT, ModelConfig
+from gpt.pretrained import export
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
@@ -123,10 +124,12 @@ def test_the_readmes_commands_run(tmp_path):
     shutil.copytree(ROOT / "data" / "gpt2", tmp_path / "data" / "gpt2")
     for script in SCRIPTS:
         shutil.copy(ROOT / script, tmp_path)
-    text = "It is a truth universally acknowledged.\n" * 200
+    text = "It is a truth universally acknowledged.\n" * 800
     for name in ("my.txt", "data/shakespeare.txt", "texts/one.txt", "texts/two.txt"):  # the second as if downloaded
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
+    # A folder is read as a folder, so that this one stands for the weights of its name.
+    export(toy_model(vocab_size=50257, context_length=256), tmp_path / "gpt2")
     toy = [word for name, value in TOY.items() for word in ("--" + name.replace("_", "-"), str(value))]
     lines = []
     for command in commands():
@@ -135,7 +138,8 @@ def test_the_readmes_commands_run(tmp_path):
         if arguments[:2] == ["-m", "pytest"]:
             continue
         if arguments[0] == "train.py":
-            arguments += [*toy, "--steps", "2", "--batch-size", "2", "--tokenizer", "bytes", "--eval-every", "2"]
+            arguments += ["--steps", "2", "--batch-size", "2", "--eval-every", "2"]
+            arguments += [] if "--init" in arguments else [*toy, "--tokenizer", "bytes"]
         if "--n-layers" in arguments[1:] and arguments[0] == "probe.py":
             arguments += toy
         if "--probe-every" in arguments:
