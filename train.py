@@ -1,6 +1,8 @@
 """Train a GPT: python train.py --norm pre. Settings: defaults < a TOML file < flags; `--help` lists them."""
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import signal
@@ -9,7 +11,8 @@ import time
 from pathlib import Path
 
 from gpt.command_line import CommandLine
-from gpt.config import TrainConfig, configure, flat, lookup, read_toml
+from gpt.config import TrainConfig, configure, lookup, read_toml
+from gpt.report import closing
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
@@ -34,28 +37,36 @@ class StopRequest:
             signal.signal(signum, handler)
 
 
-def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=False, stop=None) -> dict:
+def train(config: TrainConfig, out: str | None = None, resume: str | None = None, overwrite=False, stop=None) -> dict:
     """Train as `config` says; returns the run folder under "run" and the last "step", "val_loss", "best_step" and
     "best_val_loss" (None without a validation split).
 
-    `out` is the run folder, by default a fresh one in runs/; `stop`, a StopRequest, ends the run early. Raises
-    ValueError, before anything is written, for a setting that does not work here; FloatingPointError, with all
-    checkpoints intact, if the loss is not finite.
+    `out` is the run folder, by default a fresh one in runs/; `resume` continues it from a checkpoint: "last", "best" or a
+    step; `stop`, a StopRequest, ends the run early. Raises ValueError, before anything is written, for a setting that
+    does not work here; FloatingPointError, with all checkpoints intact, if the loss is not finite.
     """
+    with contextlib.ExitStack() as stack:
+        return _train(config, out, resume, overwrite, stop, stack)
+
+
+def _train(config, out, resume, overwrite, stop, stack):
     import numpy as np
     import torch
     from tqdm import tqdm
 
-    from gpt import checkpoint, corpus, distributed, optim, pretrained
+    from gpt import checkpoint, corpus, distributed, optim, pretrained, report
     from gpt.data import Data
     from gpt.depth import depth_profile
     from gpt.model import GPT, mean_loss, next_token_loss
+    from gpt.run import append, forget_later_lines, held, new_run, write
     from gpt.tokenizer import TOKENIZERS
 
     compute = distributed.choose(config.device, config.dtype, config.compile, distributed.look(config.device))
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    config = dataclasses.replace(config, data=corpus.resolve(config.data))
     ids = corpus.load(config.data, tokenizer)
+    digest = hashlib.sha256(ids).hexdigest()
     data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
     torch.manual_seed(config.seed)
     scratch = resume or config.init == "scratch"
@@ -67,20 +78,30 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         print(warning, file=sys.stderr)
     if resume:
         run = Path(out)
-        state = checkpoint.restore(run, model, optimizer, config)
+        stack.enter_context(held(run))
+        state = checkpoint.restore(checkpoint.find(run, resume), model, optimizer, config)
         if state["step"] > config.steps:
             raise ValueError(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
         if scaler.is_enabled() and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
-        if any(state["config"][name] != getattr(config, name) for name in ("data", "val_fraction")):
-            state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text
-        checkpoint.forget_later_lines(run, state["step"])
+        elsewhere = any(state["config"][name] != getattr(config, name) for name in ("data", "val_fraction"))
+        if not elsewhere and state.get("corpus", digest) != digest:
+            raise ValueError(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
+        if elsewhere or (state["best_step"] and not checkpoint.path_of(run, state["best_step"]).exists()):
+            state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
+        forget_later_lines(run, state["step"])
     else:
-        run = checkpoint.new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
+        run = new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
+        stack.enter_context(held(run))
         state = {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}
-    state["config"] = checkpoint.config_to_json(config)
-    checkpoint.write(run / "config.json", json.dumps(state["config"], indent=1))
-    announce(config, model, data, tokenizer, compute, run, state["step"])
+    before = state.get("config", {})
+    state |= {"config": checkpoint.config_to_json(config), "corpus": digest}
+    write(run / "config.json", json.dumps(state["config"], indent=1))
+    print(report.opening(config, model, data, tokenizer, compute, run, state["step"]), flush=True)
+    for name in (name for name, value in before.items() if value != state["config"].get(name)):
+        print(f"changed {name}: {before[name]} -> {state['config'].get(name)}")
+    for text in report.warnings(config, model, data):
+        print(text, file=sys.stderr)
 
     def update(step):
         """One optimizer step; returns the batch's mean loss and its gradient norm, on the device."""
@@ -110,7 +131,7 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
         for step in range(state["step"] + 1, config.steps + 1):
             loss, grad_norm = update(step - 1)
             if config.probe_every and step % config.probe_every == 0:
-                checkpoint.append(run / "probe.jsonl", {"step": step, **depth_profile(model, probed)})
+                append(run / "probe.jsonl", {"step": step, **depth_profile(model, probed)})
             bar.update()
             end = step == config.steps or (stop is not None and stop.signum is not None)
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
@@ -131,10 +152,11 @@ def train(config: TrainConfig, out: str | None = None, resume=False, overwrite=F
             if not math.isfinite(record["grad_norm"]):
                 record["grad_norm"] = None  # JSON knows no infinity
             if logging:
-                checkpoint.append(run / "metrics.jsonl", record)
-                bar.set_postfix_str(describe(record))
+                append(run / "metrics.jsonl", record)
+                text = report.line(record, config.steps)
+                bar.set_postfix_str(text.partition("  ")[2])
                 if evaluating or not terminal:
-                    bar.write(f"step {step:>{len(str(config.steps))}}  {describe(record)}")
+                    bar.write(text)
             if saving:
                 state |= {"step": step, "scaler": scaler.state_dict()}
                 checkpoint.save(run, model, optimizer, state, config.keep)
@@ -153,27 +175,6 @@ def check_finite(record: dict, scaler, model):
             f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
             f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; what was saved before is intact."
         )
-
-
-def describe(record: dict) -> str:
-    val = f"  val {record['val_loss']:.4f}" if "val_loss" in record else ""
-    return f"loss {record['loss']:.4f}{val}  rate {record['lr']:.1e}  {record['tokens_per_s']:,} tokens/s"
-
-
-def announce(config: TrainConfig, model, data, tokenizer, compute, run, step: int):
-    """Print what is about to happen."""
-    m = config.model
-    size = f"{m.n_layers} blocks, {m.n_heads} heads, width {m.d_model}, context {m.context_length}"
-    count, in_norms = model.count_parameters(), model.count_parameters("norm")
-    print(f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms")
-    print(f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on")
-    how = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
-    print(f"steps   {step:,} of {config.steps:,} done, {how}")
-    print(f"device  {compute.device}, {compute.dtype}, compile {compute.compile}")
-    print(f"run     {run}", flush=True)
-    if config.warmup_steps >= config.steps:
-        found = f"{config.warmup_steps} of {config.steps} steps"
-        print(f"warning: the run ends within its warm-up ({found}). Lower --warmup-steps.", file=sys.stderr)
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
@@ -196,39 +197,36 @@ def main(argv: list[str]):
     command.add_settings()
     command.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")
     command.add_argument("--resume", action="store_true", help="continue the run in --out, with its own settings")
+    command.add_argument("--checkpoint", metavar="best|last|STEP", help="with --resume: where from (default: last)")
     command.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
     given = vars(command.parse_args(argv))
-    path, out, resume, overwrite = (given.pop(name) for name in ("config", "out", "resume", "overwrite"))
+    options = ("config", "out", "resume", "checkpoint", "overwrite")
+    path, out, resume, which, overwrite = (given.pop(name) for name in options)
 
     def body():
         if (resume or overwrite) and out is None:
             raise ValueError("--resume and --overwrite are about the run that --out names (none). Give --out RUN.")
         if resume and overwrite:
             raise ValueError("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
+        if which and not resume:
+            raise ValueError(f"--checkpoint is where to resume from ({which}). Give --resume too.")
         settings = (read_toml(path) if path else {}) | given
         base = TrainConfig()
         if resume:
             from gpt.checkpoint import find, read_state
 
-            base = read_state(find(out, "last"))[1]
+            base = read_state(find(out, which or "last"))[1]
         elif settings.get("init", "scratch") != "scratch":
             from gpt.pretrained import base_config
 
             base = base_config(settings["init"])
         config = configure(settings, base)
-        if resume:
-            for name, value in flat(base).items():
-                if value != flat(config)[name]:
-                    print(f"changed {name}: {value} -> {flat(config)[name]}")
         with StopRequest() as stop:
-            end = train(config, out, resume, overwrite, stop)
+            end = train(config, out, (which or "last") if resume else None, overwrite, stop)
         if stop.signum and end["step"] < config.steps:
             print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
             return 128 + stop.signum
-        if end["val_loss"] is not None:
-            print(f"validation loss {end['val_loss']:.4f} nats per {end['unit']} at step {end['step']}", end="; ")
-            print(f"best {end['best_val_loss']:.4f} at step {end['best_step']}")
-        print(f"run {end['run']}; more of this: python sample.py {end['run']}\n")
+        print(closing(end) + "\n")
         print(closing_sample(end["run"], config))
 
     command.run(body, "nobody reads the output any more (broken pipe). Continue with --resume; checkpoints are intact.")

@@ -22,6 +22,7 @@ class Block(nn.Module):
     norms = ("attn_norm", "mlp_norm")
     needs_final_norm = True
     branch_init = "gpt2"
+    wants_warmup = False
 
     def __init__(self, config: ModelConfig, layer: int):
         """`layer` counts from 1 to config.n_layers."""
@@ -61,6 +62,7 @@ class PostLN(Block):
     so no final norm is needed; deep stacks want a warm-up."""
 
     needs_final_norm = False
+    wants_warmup = True
 
     def forward(self, x):
         x = self.attn_norm(x + self.attn(x))

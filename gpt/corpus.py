@@ -27,6 +27,11 @@ def load(data: str, tokenizer) -> np.ndarray:
     return np.concatenate(parts[1:])
 
 
+def resolve(data: str) -> str:
+    """The same corpus wherever a run is continued from: a path made absolute."""
+    return data if data in CORPORA or not data else str(Path(data).absolute())
+
+
 def name(data: str) -> str:
     """A short name for a corpus, fit for a folder's name."""
     return data if data in CORPORA else Path(data).absolute().stem

@@ -10,6 +10,7 @@ from conftest import toy_config, toy_model, toy_tokens
 from gpt import BLOCKS, checkpoint
 from gpt.model import next_token_loss
 from gpt.optim import make_optimizer
+from gpt.run import new_run, newest_run, write
 
 
 def trained(norm="pre", steps=2, **settings):
@@ -52,7 +53,7 @@ def test_the_optimizer_comes_back_to_the_bit(tmp_path, norm):
     model, optimizer, config = trained(norm)
     save(tmp_path, model, optimizer, config)
     again, other, _ = trained(norm, steps=1)
-    checkpoint.restore(tmp_path, again, other, config)
+    checkpoint.restore(tmp_path / "step-000002", again, other, config)
     by_name = dict(again.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(by_name[name], parameter)
@@ -65,7 +66,7 @@ def test_a_run_stopped_before_its_first_step_comes_back_too(tmp_path):
     model, optimizer, config = trained(steps=0)
     save(tmp_path, model, optimizer, config, step=0, best_step=None)
     again, other, _ = trained(steps=1)
-    assert checkpoint.restore(tmp_path, again, other, config)["step"] == 0
+    assert checkpoint.restore(tmp_path / "step-000000", again, other, config)["step"] == 0
     assert not any(other.state.values()) and names(tmp_path) == ["last", "step-000000"]
 
 
@@ -76,15 +77,15 @@ def test_the_weights_of_another_placement_are_refused(tmp_path, norm):
     for other in BLOCKS:
         if other != norm:
             with pytest.raises(ValueError, match=rf"has another norm \({norm}, not {other}\)"):
-                checkpoint.restore(tmp_path, *trained(other))
+                checkpoint.restore(tmp_path / "step-000002", *trained(other))
 
 
 def test_another_shape_is_refused_and_another_dropout_is_not(tmp_path):
     model, optimizer, config = trained()
     save(tmp_path, model, optimizer, config)
     with pytest.raises(ValueError, match=r"has another n_layers \(2, not 3\)"):
-        checkpoint.restore(tmp_path, *trained(n_layers=3))
-    checkpoint.restore(tmp_path, *trained(dropout=0.5))
+        checkpoint.restore(tmp_path / "step-000002", *trained(n_layers=3))
+    checkpoint.restore(tmp_path / "step-000002", *trained(dropout=0.5))
 
 
 def test_best_last_and_how_many_are_kept(tmp_path):
@@ -154,7 +155,7 @@ def test_a_loaded_checkpoint_is_not_held_open(tmp_path):
     model, optimizer, config = trained()
     save(tmp_path, model, optimizer, config)
     again, other, _ = trained(steps=1)
-    checkpoint.restore(tmp_path, again, other, config)
+    checkpoint.restore(tmp_path / "step-000002", again, other, config)
     loaded = checkpoint.load_model(tmp_path)
     for path in (tmp_path / "step-000002").glob("*.safetensors"):
         with open(path, "r+b") as file:
@@ -181,11 +182,11 @@ def test_where_there_is_nothing_to_load(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint there \(.*nowhere\)\. Train one: python train\.py --out"):
         checkpoint.load_model(tmp_path / "nowhere")
     (tmp_path / "early").mkdir()
-    checkpoint.write(tmp_path / "early" / "config.json", '{"format": 1}')
+    write(tmp_path / "early" / "config.json", '{"format": 1}')
     with pytest.raises(ValueError, match=r"no checkpoint there .* --overwrite$"):
         checkpoint.find(tmp_path / "early")
     with pytest.raises(ValueError, match=r"no run yet \(.*\)\. Train one first: python train\.py"):
-        checkpoint.newest_run(tmp_path)
+        newest_run(tmp_path)
 
 
 def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
@@ -194,7 +195,7 @@ def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("a", "c", "b"):
         save(tmp_path / name, *everything)
-    assert checkpoint.newest_run(tmp_path).name == "b"
+    assert newest_run(tmp_path).name == "b"
 
 
 def test_settings_come_back_with_their_types():
@@ -211,24 +212,24 @@ def test_a_fresh_run_takes_the_next_free_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match=r"cannot make the run folder \(.*sub: Not a directory\)"):
-        checkpoint.new_run("file/sub", "", False)
-    made = [str(checkpoint.new_run(None, "text-pre", False)).replace("\\", "/") for _ in range(3)]
+        new_run("file/sub", "", False)
+    made = [str(new_run(None, "text-pre", False)).replace("\\", "/") for _ in range(3)]
     assert made == ["runs/text-pre", "runs/text-pre-2", "runs/text-pre-3"]
 
 
 def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     run, foreign = tmp_path / "run", tmp_path / "foreign"
-    assert checkpoint.new_run(str(run), "", False) == run and checkpoint.new_run(str(run), "", False) == run
-    checkpoint.write(run / "config.json", '{"format": 1}')
+    assert new_run(str(run), "", False) == run and new_run(str(run), "", False) == run
+    write(run / "config.json", '{"format": 1}')
     with pytest.raises(ValueError, match=r"there is a run already \(.*\)\. Use --resume, --overwrite or another --out"):
-        checkpoint.new_run(str(run), "", False)
+        new_run(str(run), "", False)
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work", encoding="utf-8")
     (foreign / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     for overwrite in (False, True):
         for place in (foreign, foreign / "thesis.txt"):
             with pytest.raises(ValueError, match="the output folder is not a run"):
-                checkpoint.new_run(str(place), "", overwrite)
+                new_run(str(place), "", overwrite)
     assert (foreign / "thesis.txt").exists()
-    checkpoint.new_run(str(run), "", True)
+    new_run(str(run), "", True)
     assert names(run) == []

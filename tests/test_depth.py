@@ -10,6 +10,7 @@ import train
 from gpt import BLOCKS, checkpoint
 from gpt.depth import MEASURES, depth_profile
 from gpt.model import next_token_loss
+from gpt.run import append
 
 
 @pytest.mark.parametrize("norm", BLOCKS)
@@ -108,8 +109,8 @@ def test_a_run_at_its_end_and_along_training(tmp_path, text_file, capsys):
         status, out, err = call(tmp_path / name, "--out", tmp_path / f"{name}.png", capsys=capsys)
         assert status == 0 and is_picture(tmp_path / f"{name}.png"), err
     assert all(torch.equal(weights["with"][key], weights["without"][key]) for key in weights["with"])
-    checkpoint.append(tmp_path / "with" / "probe.jsonl", {"step": 10})
-    train.train(dataclasses.replace(config, steps=10), str(tmp_path / "with"), resume=True)
+    append(tmp_path / "with" / "probe.jsonl", {"step": 10})
+    train.train(dataclasses.replace(config, steps=10), str(tmp_path / "with"), resume="last")
     lines = (tmp_path / "with" / "probe.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4, 6, 8, 10]
     assert all(len(json.loads(line)[measure]) == 2 for line in lines for measure in MEASURES)

@@ -526,10 +526,10 @@ def test_a_run_from_weights_resumes_without_them(tmp_path, bytes_gpt2, text_file
     config = train.configure(settings | {"steps": 2}, base)
     train.train(config, str(tmp_path / "r"))
     (bytes_gpt2 / "model.safetensors").unlink()
-    end = train.train(train.configure({"steps": 4}, config), str(tmp_path / "r"), resume=True)
+    end = train.train(train.configure({"steps": 4}, config), str(tmp_path / "r"), resume="last")
     assert end["step"] == 4
     with pytest.raises(ValueError, match="the checkpoint has another init"):
-        train.train(train.configure({"init": "gpt2"}, config), str(tmp_path / "r"), resume=True)
+        train.train(train.configure({"init": "gpt2"}, config), str(tmp_path / "r"), resume="last")
 
 
 def test_the_scripts_take_weights(tmp_path, bytes_gpt2, monkeypatch, capsys):

@@ -35,7 +35,9 @@ IMPORTS = {
     "corpus": set(),
     "blocks": {"layers", "norms", "config"},
     "model": {"blocks", "norms", "config"},
-    "checkpoint": {"config", "model"},
+    "run": {"config"},
+    "report": {"config"},
+    "checkpoint": {"config", "model", "run"},
     "published": {"config", "model", "generate", "corpus", "tokenizer"},
     "pretrained": {"config", "model", "published", "checkpoint", "tokenizer", "command_line"},
 }

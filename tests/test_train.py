@@ -19,7 +19,7 @@ from gpt.model import mean_loss
 def run(tmp_path, text_file):
     """Train with toy settings into a folder of this name; returns the folder."""
 
-    def start(name, resume=False, stop=None, **settings):
+    def start(name, resume=None, stop=None, **settings):
         config = toy_config(**{"data": str(text_file), "steps": 8, "lr": 1e-2, "min_lr": 1e-3} | settings)
         script.train(config, str(tmp_path / name), resume=resume, stop=stop)
         return tmp_path / name
@@ -80,7 +80,7 @@ def test_stopping_and_resuming_changes_no_bit(run, norm, stop):
     whole = run("whole", **settings)
     parts = run("parts", stop=StopAfter(stop), **settings)
     assert checkpoint.find(parts, "last").name == f"step-{stop:06d}"
-    assert_same(whole, run("parts", resume=True, **settings))
+    assert_same(whole, run("parts", resume="last", **settings))
 
 
 def test_metrics_after_a_kill_have_each_step_once(run):
@@ -88,7 +88,7 @@ def test_metrics_after_a_kill_have_each_step_once(run):
     parts = run("parts", stop=StopAfter(4))
     with open(parts / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')
-    run("parts", resume=True)
+    run("parts", resume="last")
     assert [record["step"] for record in metrics(parts)] == list(range(1, 9))
     assert_same(whole, parts)
 
@@ -98,9 +98,9 @@ def test_resuming_a_finished_run_changes_nothing(run, tmp_path):
     written = (tmp_path / "a" / "metrics.jsonl").read_bytes() + b'{"step": 9, "lo'
     (tmp_path / "a" / "metrics.jsonl").write_bytes(written)
     with pytest.raises(ValueError, match=r"the run is past that \(steps 5, done 8\)"):
-        run("a", resume=True, steps=5)
+        run("a", resume="last", steps=5)
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == written
-    after = contents(run("a", resume=True))
+    after = contents(run("a", resume="last"))
     assert before[1] == after[1] and all(torch.equal(before[0][name], after[0][name]) for name in before[0])
 
 
@@ -155,7 +155,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch(run, text_file):
 def test_a_run_folder_has_its_parts(run):
     folder = run("a", eval_every=3, keep=1)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "best", "config.json", "last", "metrics.jsonl", "step-000008",
+        ".lock", "best", "config.json", "last", "metrics.jsonl", "step-000008",
     ]  # fmt: skip
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert (config["norm"], config["vocab_size"], config["steps"], config["format"]) == ("pre", 256, 8, 1)
@@ -204,7 +204,7 @@ def test_what_is_not_finite_stops_the_run_and_spoils_nothing(run, tmp_path, norm
 def test_a_loss_on_another_text_is_not_the_best_of_this_one(run, tmp_path):
     run("a")
     (tmp_path / "other.txt").write_text("something else. " * 200, encoding="utf-8")
-    run("a", resume=True, data=str(tmp_path / "other.txt"), steps=9, eval_every=100)
+    run("a", resume="last", data=str(tmp_path / "other.txt"), steps=9, eval_every=100)
     state = checkpoint.read_state(checkpoint.find(tmp_path / "a", "last"))[0]
     assert state["best_step"] == 9 and state["best_val_loss"] == metrics(tmp_path / "a")[-1]["val_loss"]
 
@@ -216,7 +216,7 @@ def test_a_compiler_that_fails_costs_no_run(run, tmp_path, monkeypatch):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", fail)
-    for how in ({"overwrite": True}, {"resume": True}):
+    for how in ({"overwrite": True}, {"resume": "last"}):
         config = toy_config(data=str(tmp_path / "text.txt"), steps=10, compile="on")
         with pytest.raises(ValueError, match="torch.compile failed"):
             script.train(config, str(tmp_path / "a"), **how)

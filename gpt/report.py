@@ -1,0 +1,53 @@
+"""What a training run says: the lines before it starts, each step's, the warnings."""
+
+from gpt.config import TrainConfig
+
+
+def opening(config: TrainConfig, model, data, tokenizer, compute, run, step: int) -> str:
+    """What is about to happen, in five lines."""
+    m = config.model
+    size = f"{m.n_layers} blocks, {m.n_heads} heads, width {m.d_model}, context {m.context_length}"
+    count, in_norms = model.count_parameters(), model.count_parameters("norm")
+    how = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
+    return (
+        f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms\n"
+        f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on\n"
+        f"steps   {step:,} of {config.steps:,} done, {how}\n"
+        f"device  {compute.device}, {compute.dtype}, compile {compute.compile}\n"
+        f"run     {run}"
+    )
+
+
+def warnings(config: TrainConfig, model, data) -> list[str]:
+    """What is allowed and seldom meant."""
+    found = []
+    if config.warmup_steps >= config.steps:
+        steps = f"{config.warmup_steps} of {config.steps} steps"
+        found.append(f"the run ends within its warm-up ({steps}). Lower --warmup-steps.")
+    if config.warmup_steps == 0 and any(block.wants_warmup for block in model.blocks):
+        norm = config.model.norm
+        found.append(f"{norm} may learn nothing without a warm-up (warmup_steps 0). Give --warmup-steps 100 or more.")
+    if config.eval_every > config.steps and len(data.val):
+        steps = f"every {config.eval_every} of {config.steps} steps"
+        found.append(f"the validation loss is computed at the end only ({steps}). Lower --eval-every.")
+    return [f"warning: {text}" for text in found]
+
+
+def line(record: dict, steps: int) -> str:
+    """A step's record of metrics.jsonl, for the terminal."""
+    val = f"  val {record['val_loss']:.4f}" if "val_loss" in record else ""
+    loss, rate, speed = record["loss"], record["lr"], record["tokens_per_s"]
+    return f"step {record['step']:>{len(str(steps))}}  loss {loss:.4f}{val}  rate {rate:.1e}  {speed:,} tokens/s"
+
+
+def closing(end: dict) -> str:
+    """How a run ended, from what `train` returns."""
+    run, lines = end["run"], []
+    if end["val_loss"] is not None:
+        best = f"best {end['best_val_loss']:.4f} at step {end['best_step']}"
+        lines.append(f"validation loss {end['val_loss']:.4f} nats per {end['unit']} at step {end['step']}; {best}")
+        if end["best_step"] < end["step"]:
+            lines.append(
+                f"the validation loss rises since step {end['best_step']}; sample.py takes the checkpoint there"
+            )
+    return "\n".join([*lines, f"run {run}; more of this: python sample.py {run}"])

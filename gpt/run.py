@@ -1,0 +1,100 @@
+"""A run folder: making, finding and holding it, and the lines of its metrics."""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+from gpt.config import read_json
+
+
+def new_run(out: str | None, name: str, overwrite: bool) -> Path:
+    """Make a run folder: `out`, or runs/NAME with a number where that is taken. Raises ValueError rather than touch a
+    folder with something in it, unless it is a run that no process trains into and `overwrite` is set: then the old run
+    is deleted."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    run = Path(out) if out else next(run for run in (Path("runs") / name for name in names) if not run.exists())
+    if run.is_file() or (run.is_dir() and any(run.iterdir())):
+        try:  # other programs write a config.json too
+            is_run = "format" in read_json(run / "config.json")
+        except ValueError:
+            is_run = False
+        if not is_run:
+            raise ValueError(f"the output folder is not a run ({run.absolute()}). Name another with --out.")
+        if not overwrite:
+            raise ValueError(f"there is a run already ({run.absolute()}). Use --resume, --overwrite or another --out.")
+        with held(run):
+            pass
+        shutil.rmtree(run)
+    try:
+        run.mkdir(parents=True, exist_ok=out is not None)
+    except OSError as error:
+        raise ValueError(f"cannot make the run folder ({run.absolute()}: {error.strerror}). Name another.") from None
+    return run
+
+
+@contextlib.contextmanager
+def held(run: Path):
+    """Keep other processes from training into the run, until the `with` block or this process ends, however it ends.
+    Raises ValueError if another process holds it."""
+    try:
+        file = open(run / ".lock", "a", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write into the run ({run.absolute()}: {error.strerror}). Name another.") from None
+    with file:
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process trains here ({run.absolute()}). Wait for it, or name another.") from None
+        yield
+
+
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run that saved last. Raises ValueError if there is none."""
+    saved = sorted(runs.glob("*/last"), key=lambda path: path.stat().st_mtime)
+    if not saved:
+        raise ValueError(f"no run yet ({runs.absolute()}). Train one first: python train.py --norm pre")
+    return saved[-1].parent
+
+
+def write(path: Path, text: str):
+    """Replace a text file, whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8", newline="\n")
+    flush(new)
+    os.replace(new, path)
+    flush(path.parent)
+
+
+def flush(path: Path):
+    """Wait until a file or a folder is on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows has no such thing for folders
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append(path: Path, record: dict):
+    """Add a line to metrics.jsonl or probe.jsonl."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def forget_later_lines(run: Path, step: int):
+    """Drop what a killed process wrote of steps after its last checkpoint, which will be done again."""
+    for path in run.glob("*.jsonl"):
+        # A line without its end was cut short by the kill.
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        write(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
