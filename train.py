@@ -41,9 +41,9 @@ def train(config: TrainConfig, out: str | None = None, resume: str | None = None
     """Train as `config` says; returns the run folder under "run" and the last "step", "val_loss", "best_step" and
     "best_val_loss" (None without a validation split).
 
-    `out` is the run folder, by default a fresh one in runs/; `resume` continues it from a checkpoint: "last", "best" or a
-    step; `stop`, a StopRequest, ends the run early. Raises ValueError, before anything is written, for a setting that
-    does not work here; FloatingPointError, with all checkpoints intact, if the loss is not finite.
+    `out` is the run folder, by default a fresh one in runs/; `resume`, "last", "best" or a step, continues it from that
+    checkpoint; `stop`, a StopRequest, ends the run early. Raises ValueError, before anything is written, for a setting
+    that does not work here; FloatingPointError, with all checkpoints intact, if the loss is not finite.
     """
     with contextlib.ExitStack() as stack:
         return _train(config, out, resume, overwrite, stop, stack)

@@ -146,7 +146,10 @@ def load_model(folder: str | Path) -> GPT:
         with torch.device("meta"):
             model = GPT(config.model)
         model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # names or shapes that are not the configuration's, or sizes beyond all numbers
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # names or shapes that are not the configuration's, or sizes beyond all numbers
         raise ValueError(f"the checkpoint is damaged ({checkpoint}: {error}). {REMEDY}") from None
     return model
 

@@ -39,7 +39,7 @@ def name(data: str) -> str:
 
 def _read(data: str) -> list[str]:
     path = Path(data)
-    if not path.exists() or not data:
+    if not data or not os.path.exists(path):  # unlike Path.exists, False for what one may not look into
         raise ValueError(
             f"no corpus of that name and no such file ({path.absolute()}). "
             f"Known names: {', '.join(CORPORA)}; else give a text file or a folder of .txt files."

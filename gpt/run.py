@@ -16,7 +16,8 @@ def new_run(out: str | None, name: str, overwrite: bool) -> Path:
     is deleted."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     run = Path(out) if out else next(run for run in (Path("runs") / name for name in names) if not run.exists())
-    if run.is_file() or (run.is_dir() and any(run.iterdir())):
+    # Hidden files do not count: a process killed at its start leaves the lock.
+    if run.is_file() or (run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir())):
         try:  # other programs write a config.json too
             is_run = "format" in read_json(run / "config.json")
         except ValueError:

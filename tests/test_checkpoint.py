@@ -17,7 +17,7 @@ def trained(norm="pre", steps=2, **settings):
     """A toy model and its optimizer after some steps, with the configuration of the run."""
     config = toy_config(norm=norm, **settings)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=61))
-    model = toy_model(norm=norm, **settings)
+    model = toy_model(**dataclasses.asdict(config.model))
     optimizer = make_optimizer(model, config)
     for step in range(steps):
         tokens = toy_tokens(seed=step)
@@ -86,6 +86,12 @@ def test_another_shape_is_refused_and_another_dropout_is_not(tmp_path):
     with pytest.raises(ValueError, match=r"has another n_layers \(2, not 3\)"):
         checkpoint.restore(tmp_path / "step-000002", *trained(n_layers=3))
     checkpoint.restore(tmp_path / "step-000002", *trained(dropout=0.5))
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    save(tmp_path, *trained())
+    with pytest.raises(ValueError, match=r"has another optimizer \(muon, not adamw\)"):
+        checkpoint.restore(tmp_path / "step-000002", *trained(optimizer="adamw"))
 
 
 def test_best_last_and_how_many_are_kept(tmp_path):

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import threading
 import warnings
 
@@ -252,6 +253,7 @@ def test_files_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/../../x", "", None, 3])
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
     folder = write(tmp_path / "w")
+    shutil.copy(folder / "model.safetensors", tmp_path)  # what the first name leads to would do
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}), encoding="utf-8")
     with pytest.raises(ValueError, match="the index is damaged|cannot read the weights"):
@@ -345,7 +347,15 @@ def test_transformers_opens_what_we_export(tmp_path, name, bias, activation):
     for text in ("Hello wörld 😀\n\n  it's 12345\t", "<|endoftext|>a", " "):
         assert words(text)["input_ids"] == tokenizer.encode_prompt(text).tolist()
         assert words.decode(words(text)["input_ids"]) == text
+        assert (
+            pytest.importorskip("tokenizers")
+            .Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+            .encode(text)
+            .ids
+            == tokenizer.encode_prompt(text).tolist()
+        )
     assert len(words) == tokenizer.vocab_size and words.eos_token_id == tokenizer.end_of_text
+    assert theirs.config.attn_pdrop == theirs.config.embd_pdrop == 0
 
 
 @pytest.mark.parametrize(
@@ -357,6 +367,7 @@ def test_what_is_exported_loads_to_the_same_logits(tmp_path, settings):
     again, tokens = load(tmp_path / "a" / "out"), toy_tokens()
     assert torch.equal(again(tokens), model(tokens))
     assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["config.json", "model.safetensors", "out"]
+    assert len({path.stat().st_mode for path in (tmp_path / "a" / "out").iterdir()}) == 1
 
 
 @pytest.mark.parametrize("norm", [norm for norm in BLOCKS if norm != "pre"])
