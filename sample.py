@@ -1,5 +1,6 @@
 """Continue a text with a trained model: python sample.py --prompt "The ". Text goes to stdout, the rest to stderr."""
 
+import contextlib
 import os
 import secrets
 import sys
@@ -9,7 +10,7 @@ from gpt.command_line import CommandLine
 from gpt.config import lookup
 
 
-def sample(given):
+def sample(given, stack):
     """Write the samples that the command line asks for. Raises ValueError for what it names and is not there."""
     from gpt import checkpoint, distributed, generate, pretrained
     from gpt.run import newest_run
@@ -32,22 +33,41 @@ def sample(given):
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     settings = {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     generate.check(tokenizer.vocab_size, seed=given.seed, **settings)
+    if given.stop == "":
+        raise ValueError("the text to stop at is empty (--stop). Leave it out.")
     prompt = read_prompt(given)
     model = load(source).to(compute.device)
+    written = stack.enter_context(new_file(given.out)) if given.out else None
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     drawn = f"seed {seed}" if given.temperature else "greedy"
     print(f"{source}: {config.model.norm}, {what}; {drawn}", file=sys.stderr)
+
+    def say(text):
+        print(text, end="", flush=True)
+        if written:
+            written.write(text)
+
     context = config.model.context_length
     if len(tokenizer.encode_prompt(prompt)) > context:
         print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)
     for number in range(given.num_samples):
         if given.num_samples > 1:
             print(f"--- sample {number + 1}, seed {seed + number}", file=sys.stderr)
-        print(prompt, end="", flush=True)
+        say(prompt)
         with compute.autocast():
-            for piece in generate.stream_text(model, tokenizer, prompt, seed=seed + number, **settings):
-                print(piece, end="", flush=True)
-        print()
+            for piece in generate.stream_text(
+                model, tokenizer, prompt, stop=given.stop, seed=seed + number, **settings
+            ):
+                say(piece)
+        say("\n")
+
+
+def new_file(path: str):
+    """A text file, opened; a file that is there is left alone."""
+    try:
+        return open(path, "x", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ValueError(f"cannot write the samples ({path}: {error.strerror}). Name a new file.") from None
 
 
 def read_prompt(given) -> str:
@@ -75,13 +95,20 @@ def main(argv: list[str]):
     command.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: greedy (default: %(default)s)")
     command.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens (default: from all)")
     command.add_argument("--top-p", type=float, metavar="P", help="from the fewest that hold P of the probability")
+    command.add_argument("--stop", metavar="TEXT", help="end a sample where this text comes, without it")
     command.add_argument("--num-samples", type=int, default=1, metavar="N", help="(default: %(default)s)")
     command.add_argument("--seed", type=int, metavar="N", help="repeats a sample (default: a new one, which is shown)")
     command.add_argument("--checkpoint", metavar="best|last|STEP", help="(default: best)")
+    command.add_argument("--out", metavar="FILE", help="write the samples into a new file too")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     given = command.parse_args(argv)
-    command.run(lambda: sample(given))
+
+    def body():
+        with contextlib.ExitStack() as stack:
+            sample(given, stack)
+
+    command.run(body)
 
 
 if __name__ == "__main__":

@@ -128,9 +128,25 @@ def generate(
     return torch.cat([tokens, torch.stack(new, dim=1).to(tokens.device)], dim=1)
 
 
-def stream_text(model, tokenizer, prompt: str, max_new_tokens: int, **settings) -> Iterator[str]:
-    """Continue a text: yields pieces of whole characters until max_new_tokens or an end-of-text id. An empty prompt is
-    the tokenizer's own start. The other settings are those of `stream`."""
+def stream_text(
+    model, tokenizer, prompt: str, max_new_tokens: int, stop: str | None = None, **settings
+) -> Iterator[str]:
+    """Continue a text: yields pieces of whole characters until max_new_tokens, an end-of-text id or the text `stop`,
+    which is left out. An empty prompt is the tokenizer's own start. The other settings are those of `stream`."""
+    held = ""  # what may turn out to be the beginning of `stop`
+    for piece in _pieces(model, tokenizer, prompt, max_new_tokens, settings):
+        held += piece
+        if stop and stop in held:
+            yield held.partition(stop)[0]
+            return
+        waiting = max((n for n in range(1, len(stop or "")) if held.endswith(stop[:n])), default=0)
+        yield held[: len(held) - waiting]
+        held = held[len(held) - waiting :]
+    if held:
+        yield held
+
+
+def _pieces(model, tokenizer, prompt, max_new_tokens, settings):
     device = model.token_embedding.weight.device
     tokens = torch.tensor([tokenizer.encode_prompt(prompt or tokenizer.start).tolist()], device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -76,6 +76,11 @@ def test_sampling_flags(here, capsys):
         call(sample, *arguments, *seed, capsys=capsys)[1] for seed in ([5], [6], [5, "--num-samples", 2])
     )
     assert two == one + other and one != other
+    status, out, _ = call(sample, *arguments, 5, "--num-samples", 2, "--out", "s.txt", capsys=capsys)
+    assert status == 0 and out == two and (here / "s.txt").read_bytes() == two.encode()
+    letter = one[5]
+    stopped = call(sample, *arguments, 5, "--stop", letter, capsys=capsys)[1]
+    assert stopped == one[: one.index(letter, 1)] + "\n"
     long = call(sample, "r", "--prompt", "x" * 40, capsys=capsys)
     assert long[1].startswith("x" * 40) and "warning: the model sees only the last 16 tokens of the prompt" in long[2]
 
@@ -132,6 +137,9 @@ BAD_SAMPLE = [
     (["--max-new-tokens", "0"], "max_new_tokens is out of range (0)"),
     (["--prompt", "a", "--prompt-file", "text.txt"], "two prompts"),
     (["--prompt-file", "nowhere.txt"], "cannot read the prompt"),
+    (["--stop", ""], "the text to stop at is empty"),
+    (["--out", "text.txt"], "cannot write the samples (text.txt: File exists). Name a new file."),
+    (["--out", "nowhere/x.txt"], "cannot write the samples"),
     (["--checkpoint", "77"], "no such checkpoint (77 in"),
     (["--device", "cuda:7"], "the device is not there"),
     (["--temprature", "1"], "unknown flag (--temprature). Did you mean --temperature"),

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -179,3 +180,15 @@ def test_an_empty_prompt_is_the_tokenizers_start(tokenizer):
     model = toy_model(vocab_size=tokenizer.vocab_size)
     empty, start = ("".join(stream_text(model, tokenizer, prompt, 8, seed=0)) for prompt in ("", tokenizer.start))
     assert empty == start and len(empty) > 0
+
+
+@pytest.mark.parametrize("stop", ["b", "bc", "aab", "ca", "abcabcab", "zz", "cab"])
+def test_a_stop_text_ends_the_sample_and_is_left_out(monkeypatch, stop):
+    """Whatever the pieces: the stop text may begin in one and end in another, or begin twice."""
+    text = "aaabcabcaabc"
+    for pieces in (list(text), [text], [text[:4], text[4:6], "", text[6:]], [text[i : i + 2] for i in range(0, 12, 2)]):
+        monkeypatch.setattr(
+            sys.modules[stream_text.__module__], "_pieces", lambda *arguments, pieces=pieces: iter(pieces)
+        )
+        assert "".join(stream_text(None, None, "", 1, stop=stop)) == text.partition(stop)[0]
+        assert "".join(stream_text(None, None, "", 1)) == text
