@@ -98,8 +98,9 @@ def _train(config, out, resume, overwrite, stop, stack):
     state |= {"config": checkpoint.config_to_json(config), "corpus": digest}
     write(run / "config.json", json.dumps(state["config"], indent=1))
     print(report.opening(config, model, data, tokenizer, compute, run, state["step"]), flush=True)
-    for name in (name for name, value in before.items() if value != state["config"].get(name)):
-        print(f"changed {name}: {before[name]} -> {state['config'].get(name)}")
+    for name, value in state["config"].items() if resume else ():
+        if before.get(name, "absent") != value:
+            print(f"changed {name}: {before.get(name, 'absent')} -> {value}")
     for text in report.warnings(config, model, data):
         print(text, file=sys.stderr)
 

@@ -183,6 +183,19 @@ def test_a_corpus_that_changed_is_noticed_and_another_is_taken(run, capsys):
     assert call(train, *arguments, "--data", "text.txt", "--steps", 7, capsys=capsys)[0] == 0
 
 
+def test_a_setting_that_an_older_version_did_not_have_gets_its_default_and_a_note(run, capsys):
+    path = run / "step-000004" / "state.json"
+    state = json.loads(path.read_text("utf-8"))
+    del state["config"]["adam_eps"]
+    path.write_text(json.dumps(state), encoding="utf-8")
+    status, out, err = call(train, "--resume", "--out", "r", "--steps", 5, capsys=capsys)
+    assert status == 0 and "changed adam_eps: absent -> 1e-08\n" in out and "changed steps: 4 -> 5\n" in out, err
+    state["config"]["format"] = 999
+    (run / "step-000005" / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    status, _, err = call(train, "--resume", "--out", "r", "--steps", 6, capsys=capsys)
+    assert status == 2 and "the run has another format (999, not 1). Use the version that wrote it." in err
+
+
 def test_a_run_is_resumed_from_another_folder_with_its_own_text(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     assert call(train, "--data", "text.txt", "--steps", 2, "--out", "relative", *FLAGS, capsys=capsys)[0] == 0

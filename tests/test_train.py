@@ -42,6 +42,8 @@ def assert_same(one, other):
     (tensors, records), (others, other_records) = contents(one), contents(other)
     assert tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
     assert records == other_records
+    for probed in (run / "probe.jsonl" for run in (one, other) if (run / "probe.jsonl").exists()):
+        assert probed.read_bytes() == (one / "probe.jsonl").read_bytes()
 
 
 class StopAfter(script.StopRequest):
@@ -75,8 +77,8 @@ def test_another_seed_is_another_run(run):
 @pytest.mark.parametrize("norm", BLOCKS)
 @pytest.mark.parametrize("stop", [3, 4, 7])
 def test_stopping_and_resuming_changes_no_bit(run, norm, stop):
-    """Also with dropout, several micro-batches, and a stop that is no step of evaluation."""
-    settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2}
+    """Also with dropout, several micro-batches, probing, and a stop that is no step of evaluation."""
+    settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2, "probe_every": 2}
     whole = run("whole", **settings)
     parts = run("parts", stop=StopAfter(stop), **settings)
     assert checkpoint.find(parts, "last").name == f"step-{stop:06d}"
