@@ -59,11 +59,14 @@ def child(steps):
             os._exit(1)
     return pid
 
+start = time.perf_counter()
+assert os.waitpid(child(5), 0)[1] == 0
+while_five_steps = time.perf_counter() - start  # whatever else the machine is doing
 rng = random.Random(0)
-saved, last = [], 0
+saved, last = [], 5
 for _ in range(50):
     pid = child(10**6)
-    time.sleep(rng.uniform(0, 0.2))
+    time.sleep(rng.uniform(0, while_five_steps))
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a run ended by itself"
     if os.path.exists("r/last"):
@@ -94,7 +97,7 @@ def test_fifty_kills_lose_nothing_that_was_saved(tmp_path, text_file):
     result = python("-c", IMPORTS + KILLS, json.dumps(steady), cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     saved = json.loads(result.stdout)
-    assert len(saved) == 50 and len(set(saved)) > 10
+    assert len(saved) == 50 and len(set(saved)) > 5
     train.train(configure(steady | {"steps": saved[-1] + 5, "save_every": 10**6}), str(tmp_path / "whole"))
     ends = [checkpoint.find(tmp_path / name, "last") for name in ("r", "whole")]
     for file in ("model.safetensors", "optimizer.safetensors"):
