@@ -21,6 +21,7 @@ import train
 from gpt import checkpoint
 from gpt.config import TrainConfig, configure, read_toml
 from gpt.pretrained import export, load
+from gpt.run import new_run
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
 FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -375,3 +376,10 @@ def test_names_compilers_and_wrappers_put_before_are_taken_off(tmp_path):
         save_file({prefix + name: tensor for name, tensor in expected.items()}, folder / "model.safetensors")
         loaded = checkpoint.load_model(folder).state_dict()
         assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
+
+
+def test_a_process_killed_at_its_start_leaves_a_folder_that_can_be_used(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / ".lock").touch()
+    (tmp_path / "r" / ".config.json.new").touch()
+    assert new_run(str(tmp_path / "r"), "", False) == tmp_path / "r"
