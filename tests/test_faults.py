@@ -383,3 +383,11 @@ def test_a_process_killed_at_its_start_leaves_a_folder_that_can_be_used(tmp_path
     (tmp_path / "r" / ".lock").touch()
     (tmp_path / "r" / ".config.json.new").touch()
     assert new_run(str(tmp_path / "r"), "", False) == tmp_path / "r"
+
+
+def test_a_best_checkpoint_that_is_gone_is_best_no_more(run):
+    path = run / "step-000004" / "state.json"
+    state = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps(state | {"best_step": 1, "best_val_loss": 0.1}), encoding="utf-8")
+    end = train.train(toy_config(data=str(run.parent / "text.txt"), steps=6), "r", "last")
+    assert end["best_step"] == 6 and checkpoint.find(run).name == "step-000006"
