@@ -63,7 +63,12 @@ def _train(config, out, resume, overwrite, stop, stack):
 
     compute = distributed.choose(config.device, config.dtype, config.compile, distributed.look(config.device))
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    if config.init == "scratch":
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    elif config.tokenizer != (theirs := pretrained.tokenizer_name(config.model)):
+        raise ValueError(
+            f"the weights are for another tokenizer ({theirs}, not {config.tokenizer}). Leave it as it was."
+        )
     config = dataclasses.replace(config, data=corpus.resolve(config.data))
     ids = corpus.load(config.data, tokenizer)
     digest = hashlib.sha256(ids).hexdigest()
@@ -220,7 +225,7 @@ def main(argv: list[str]):
         elif settings.get("init", "scratch") != "scratch":
             from gpt.pretrained import base_config
 
-            base = base_config(settings["init"])
+            base = base_config(configure({"init": settings["init"]}).init)
         config = configure(settings, base)
         with StopRequest() as stop:
             end = train(config, out, (which or "last") if resume else None, overwrite, stop)

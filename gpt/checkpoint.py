@@ -26,12 +26,13 @@ REMEDY = "Use another one: --checkpoint STEP."
 
 def config_to_json(config: TrainConfig) -> dict:
     """Every setting, the vocabulary's size and the format's version."""
-    return {"format": FORMAT, "vocab_size": config.model.vocab_size, **flat(config)}
+    rates = {"lr": config.peak_lr, "min_lr": config.last_lr}
+    return {"format": FORMAT, "vocab_size": config.model.vocab_size, **flat(config), **rates}
 
 
 def config_from_json(stored: dict) -> TrainConfig:
     """The opposite; a setting that is absent has its default. Raises ValueError for another format."""
-    settings = dict(stored)
+    settings = {"optimizer": "adamw"} | stored  # the only one there was
     found = settings.pop("format", None)
     if found != FORMAT:
         raise ValueError(f"the run has another format ({found}, not {FORMAT}). Use the version that wrote it.")

@@ -1,4 +1,4 @@
-"""The command line of every script: settings as flags, and each error as one line. Imports no torch, so that --help is
+"""The command line of a script: settings as flags, and each error as one line. Imports no torch, so that --help is
 quick."""
 
 import argparse
@@ -65,5 +65,6 @@ class CommandLine(argparse.ArgumentParser):
             self.fail(f"out of memory ({what}). Lower --micro-batch-size, --context-length or --d-model.")
 
     def fail(self, message: str, status: int = 1):
-        """Leave the program with one line on stderr."""
-        self.exit(status, "error: " + " ".join(message.split()) + "\n")
+        """Leave the program with one line on stderr, in which a stranger's file cannot steer the terminal."""
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())[:2000])
+        self.exit(status, f"error: {line}\n")

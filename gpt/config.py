@@ -23,7 +23,7 @@ def _require(ok, config, name, wanted):
 
 
 def _nearest_divisors(number, wanted):
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    divisors = {each for n in range(1, math.isqrt(number) + 1) if number % n == 0 for each in (n, number // n)}
     return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:3])
 
 
@@ -52,7 +52,8 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "n_layers", "n_heads", "d_model", "context_length"):
-            _require(getattr(self, name) >= 1, self, name, "1 or more")
+            value = getattr(self, name)  # with a limit, since the configuration may be a stranger's
+            _require(type(value) is int and 1 <= value <= 2**24, self, name, f"a whole number from 1 to {2**24}")
         _require(0 < self.norm_eps < math.inf, self, "norm_eps", "above 0, as 1e-5")
         _require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
         if self.d_model % self.n_heads:
@@ -107,6 +108,7 @@ class TrainConfig:
         _require(0 <= self.val_fraction < 1, self, "val_fraction", "at least 0 and below 1")
         _require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
         _require(0 <= self.seed < 2**63, self, "seed", "at least 0 and below 2**63")
+        _require(self.init != "", self, "init", "scratch, a name or a folder")
         _require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
         _require(0 <= self.last_lr <= self.peak_lr, self, "min_lr", f"at least 0 and at most lr, {self.peak_lr}")
         if self.batch_size % self.micro_size:

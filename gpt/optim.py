@@ -51,6 +51,8 @@ class Muon(torch.optim.AdamW):
                 continue
             wide = {}
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state, grad = self.state[parameter], parameter.grad
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)

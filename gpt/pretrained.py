@@ -4,22 +4,25 @@ python -m gpt.pretrained check gpt2            what is published about these wei
 python -m gpt.pretrained export RUN FOLDER     a run -> a folder that transformers opens
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpt import published
-from gpt.config import ModelConfig, TrainConfig, configure, read_json, require_same
+from gpt import hub, published
+from gpt.config import ModelConfig, TrainConfig, read_json, require_same
 from gpt.model import GPT
+from gpt.run import flush
 
-PLACEMENTS = {"gpt2": "pre", "openai-gpt": "post"}
 # Published module -> ours, and whether its weight is stored [in, out] and has to be transposed, which the shape of a
 # square matrix does not tell.
 OUTSIDE = {
@@ -34,26 +37,7 @@ BLOCK = {
     "mlp.c_fc": ("mlp.up", True),
     "mlp.c_proj": ("mlp.down", True),
 }
-# The same for config.json: our setting -> the published one. GPT-1's "gelu" is the tanh form.
-SETTINGS = {
-    "context_length": "n_positions",
-    "n_layers": "n_layer",
-    "n_heads": "n_head",
-    "d_model": "n_embd",
-    "norm_eps": "layer_norm_epsilon",
-}
-ACTIVATIONS = {
-    "gpt2": {"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
-    "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},
-}
-# What changes the computation, and the only value that our model has for it. (An n_inner of 4 n_embd is None too.)
-FIXED = {
-    "n_inner": None,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def table(kind: str, n_layers: int) -> dict[str, tuple[str, bool]]:
@@ -69,41 +53,20 @@ def table(kind: str, n_layers: int) -> dict[str, tuple[str, bool]]:
     return parameters
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The architecture in a folder's config.json. Raises ValueError if it is not GPT-2's or GPT-1's, or not as ours."""
-    path = folder / "config.json"
-    stored = read_json(path)
-    try:
-        kind = stored["model_type"]
-        if kind not in PLACEMENTS:
-            raise ValueError(f"model_type is {kind}; known are {', '.join(PLACEMENTS)}")
-        for name, only in FIXED.items():
-            usual = 4 * stored["n_embd"] if name == "n_inner" else only
-            if stored.get(name, only) not in (only, usual):
-                raise ValueError(f"{name} is {stored[name]}, and can only be {usual}")
-        activation = stored["afn" if kind == "openai-gpt" else "activation_function"]
-        if activation not in ACTIVATIONS[kind]:
-            raise ValueError(f"the activation is {activation}; known are {', '.join(ACTIVATIONS[kind])}")
-        settings = {ours: stored[theirs] for ours, theirs in SETTINGS.items()}
-        settings |= {"norm": PLACEMENTS[kind], "activation": ACTIVATIONS[kind][activation]}
-        return dataclasses.replace(configure(settings).model, vocab_size=stored["vocab_size"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
-        raise ValueError(f"not a GPT-2 or GPT-1 configuration ({path}: {reason}). Name another folder.") from None
-
-
 def recognizes(source: str | Path) -> bool:
     """Whether `source` is a name of published weights, if perhaps misspelt, and no folder; or a folder with a
     configuration like theirs, unlike that of a run."""
     path = Path(source) / "config.json"
     if path.exists():
-        return "model_type" in read_json(path)
-    return not Path(source).exists() and bool(difflib.get_close_matches(str(source), published.NAMES, cutoff=0.7))
+        with contextlib.suppress(ValueError):  # a run does not need its config.json
+            return "model_type" in read_json(path)
+        return False
+    return not Path(source).exists() and bool(difflib.get_close_matches(str(source), hub.NAMES, cutoff=0.7))
 
 
 def base_config(source: str) -> TrainConfig:
     """The settings for training these weights further: their architecture and tokenizer, and a low rate."""
-    model = read_config(published.find(source))
+    model = hub.read_config(hub.find(source, ["config.json"]))  # the rest may be gigabytes
     return TrainConfig(model=model, tokenizer=tokenizer_name(model), init=source, optimizer="adamw", lr=3e-5)
 
 
@@ -121,11 +84,12 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     model, in float32 on the CPU. A `config` may differ from the stored one in its dropout and in a shorter
     context_length, which crops the table of positions.
 
-    Every stored tensor has one place in the model, or is a causal mask or the tied head, which some files repeat.
+    Every stored tensor has one place in the model, but for what some files have besides: the tied head once more, which
+    is compared, and causal masks and positions, which are not read.
     Raises ValueError, with the names, if one is missing, unknown, there twice, or of another shape.
     """
-    folder = published.find(source)
-    theirs, stored = read_config(folder), published.tensors(folder)
+    folder = hub.find(source)
+    theirs, stored = hub.read_config(folder), hub.tensors(folder)
     config, longest = config or theirs, theirs.context_length
     shortened = dataclasses.replace(theirs, context_length=min(longest, config.context_length))
     require_same(shortened, config, f"{folder} has")
@@ -139,17 +103,22 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     # The embeddings first, since they are the largest, and then the head, to be compared with them.
     for name in sorted(stored, key=lambda name: (".h." in f".{name}", name.endswith("lm_head.weight"))):
         theirs = name.removeprefix("transformer.")
-        if theirs == "position_ids" or theirs.endswith((".attn.bias", ".attn.masked_bias")):
+        mask = re.fullmatch(r"h\.(\d{1,9})\.attn\.(bias|masked_bias)", theirs)
+        if theirs == "position_ids" or (mask and int(mask[1]) < config.n_layers):
             continue
         tied = theirs == "lm_head.weight"
         ours, turned = ("token_embedding.weight", False) if tied else places.get(theirs, (None, False))
-        tensor = published.read(stored[name], name)
+        if ours is None:
+            wrong.append(name)
+            continue
+        tensor = hub.read(stored[name], name)
+        found = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         if turned:
             tensor = tensor.t() if tensor.dim() == 2 else tensor
-        elif ours == "position_embedding.weight" and len(tensor) == longest:
+        elif ours == "position_embedding.weight" and tensor.shape[:1] == (longest,):
             tensor = tensor[: config.context_length]
-        if ours is None or tensor.shape != shapes[ours] or not tensor.is_floating_point():
-            wrong.append(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+        if tensor.shape != shapes[ours] or tensor.dtype not in FLOATS:
+            wrong.append(found)
         elif ours not in weights:
             # A copy: float32, contiguous, and not the file's own pages.
             weights[ours] = torch.empty(tensor.shape).copy_(tensor)
@@ -168,20 +137,18 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
 def export(model: GPT, folder: str | Path, tokenizer=None):
     """Write a pre-LN model, and its tokenizer if given, into a folder that transformers' AutoModelForCausalLM and
     AutoTokenizer open. Raises ValueError for a model that GPT-2's code does not compute, and for a folder in use."""
-    config, folder = model.config, Path(folder)
+    config = model.config
     unlike = [f"norm {config.norm}"] * (config.norm != "pre")
     unlike += [f"norm_layer {config.norm_layer}"] * (config.norm_layer != "layernorm")
     unlike += ["no final norm"] * (config.final_norm is False)
     if unlike:
         raise ValueError(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"there is something already ({folder.absolute()}). Name a new folder.")
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
-    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()} | {
+    settings = {theirs: getattr(config, ours) for ours, theirs in hub.SETTINGS.items()} | {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "vocab_size": config.vocab_size,
-        "activation_function": {ours: theirs for theirs, ours in ACTIVATIONS["gpt2"].items()}[config.activation],
+        "activation_function": {ours: theirs for theirs, ours in hub.ACTIVATIONS["gpt2"].items()}[config.activation],
         "resid_pdrop": config.dropout,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -201,18 +168,27 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
         files["tokenizer.json"] = tokenizer.to_json()
         special = {} if tokenizer.end_of_text is None else {"bos_token": tokenizer.start, "eos_token": tokenizer.start}
         files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    new = folder.absolute().with_name(
-        f".{folder.absolute().name}.new"
-    )  # so that the folder is there whole or not at all
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    for name, content in files.items():
-        (new / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(new / "config.json", new / "model.safetensors")
-    if folder.exists():
-        folder.rmdir()
-    os.replace(new, folder)
+    folder = Path(folder).resolve()
+    new = folder.with_name(f".{folder.name}.{os.getpid()}")  # so that the folder is there whole or not at all
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError("there is something already")
+        new.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cannot export to {folder} ({error.strerror or error}). Name a new folder.") from None
+    try:
+        for name, content in files.items():
+            (new / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        shutil.copymode(new / "config.json", new / "model.safetensors")
+        for path in new.iterdir():
+            flush(path)
+        if folder.exists():
+            folder.rmdir()
+        new.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(new)
+        raise OSError(f"cannot export to {folder} ({error}). Make room.") from None
 
 
 def main(argv: list[str]):
@@ -235,7 +211,7 @@ def main(argv: list[str]):
             export(checkpoint.load_model(given.source), given.folder, TOKENIZERS[config.tokenizer]())
             print(f"exported {given.source} to {given.folder}")
             return 0
-        folder = published.find(given.source)
+        folder = hub.find(given.source)
         agree = True
         for fact in published.check(load(folder), folder):
             agree &= fact.agrees is not False

@@ -1,4 +1,4 @@
-"""Published weights: their files, and what is known about them."""
+"""What is known about the published weights."""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,26 +6,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from gpt.config import read_json, unknown
+from gpt import hub
 from gpt.generate import generate
 from gpt.model import next_token_loss
 
-NAMES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "openai-gpt": "openai-community/openai-gpt",
-}
-# (norm, blocks, heads, width): parameters, those of norms.
+# (norm, blocks, heads, width, vocabulary, context): parameters, those of norms.
+GPT2_SMALL = ("pre", 12, 12, 768, 50257, 1024)
+GPT1 = ("post", 12, 12, 768, 40478, 512)
 SIZES = {
-    ("pre", 12, 12, 768): (124_439_808, 38_400),
-    ("pre", 24, 16, 1024): (354_823_168, 100_352),
-    ("pre", 36, 20, 1280): (774_030_080, 186_880),
-    ("pre", 48, 25, 1600): (1_557_611_200, 310_400),
-    ("post", 12, 12, 768): (116_534_784, 36_864),
+    GPT2_SMALL: (124_439_808, 38_400),
+    ("pre", 24, 16, 1024, 50257, 1024): (354_823_168, 100_352),
+    ("pre", 36, 20, 1280, 50257, 1024): (774_030_080, 186_880),
+    ("pre", 48, 25, 1600, 50257, 1024): (1_557_611_200, 310_400),
+    GPT1: (116_534_784, 36_864),
 }
 GPT2_FILE = {
     "bytes of model.safetensors": 548_105_171,
@@ -53,61 +47,6 @@ TURING = "Alan Turing theorized that computers would one day become", " the most
 OVERFITTING = (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511)
 
 
-def find(source: str | Path) -> Path:
-    """The folder that `source` is, or the one in which huggingface-hub keeps a published name's files, downloaded on
-    first use. Raises ValueError if there is neither or the download fails."""
-    if Path(source).is_dir():
-        return Path(source)
-    if source not in NAMES:
-        raise ValueError(f"{unknown('weights', str(source), NAMES)} There is no folder of that name either.")
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return Path([hf_hub_download(NAMES[source], file) for file in ("config.json", "model.safetensors")][-1]).parent
-    except ImportError:
-        raise ValueError(f"{source} comes by huggingface-hub (not installed). pip install huggingface-hub") from None
-    except Exception as error:  # whatever the hub's library, and the one below it, may raise
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"cannot download {source} ({NAMES[source]}: {reason}). Connect to the network, set HF_ENDPOINT to a "
-            "mirror, or name a folder that has its config.json and model.safetensors."
-        ) from None
-
-
-def tensors(folder: Path) -> dict[str, Path]:
-    """Every tensor of the folder's safetensors, one file or the shards of an index, and the file that has it."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    files = [single]
-    if not single.exists() and index.exists():
-        shards = read_json(index).get("weight_map")
-        files = sorted({folder / str(name) for name in shards.values()}) if isinstance(shards, dict) else []
-        if not files or any(path.parent != folder for path in files):
-            raise ValueError(f"the index is damaged ({index}). Get it again.")
-    elif not single.exists() and (folder / "pytorch_model.bin").exists():
-        raise ValueError(
-            f"pickled weights may run any code ({folder / 'pytorch_model.bin'}). Where you trust them, load them with "
-            "transformers, whose save_pretrained() writes model.safetensors."
-        )
-    found = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if name in found:
-                        raise ValueError(f"two shards have one tensor ({name}, {folder}). Get them again.")
-                    found[name] = path
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read the weights ({path}: {error}). Get the file again.") from None
-    return found
-
-
-def read(path: Path, name: str) -> torch.Tensor:
-    """One tensor of a safetensors file, mapped from it. The file is opened anew for each, since the pages of all would
-    stay in memory as long as it is open."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
-
-
 class Fact(NamedTuple):
     """Something known: what, the value expected and the value found, and whether they agree (None: not found out)."""
 
@@ -115,6 +54,11 @@ class Fact(NamedTuple):
     expected: object
     found: object
     agrees: bool | None
+
+
+def shape(config) -> tuple:
+    """As a key of SIZES."""
+    return config.norm, config.n_layers, config.n_heads, config.d_model, config.vocab_size, config.context_length
 
 
 def equal(what, expected, found) -> Fact:
@@ -141,7 +85,7 @@ def model_facts(model) -> Iterator[Fact]:
     in_norms = 2 * c.d_model * (2 * c.n_layers + (c.norm == "pre"))
     in_blocks = c.n_layers * (12 * c.d_model**2 + 9 * c.d_model)
     total = (c.vocab_size + c.context_length) * c.d_model + in_blocks + in_norms
-    total, in_norms = SIZES.get((c.norm, c.n_layers, c.n_heads, c.d_model), (total, in_norms))
+    total, in_norms = SIZES.get(shape(c), (total, in_norms))
     yield equal("parameters", total, model.count_parameters())
     yield equal("of them in norms", in_norms, model.count_parameters("norm"))
     with torch.no_grad():
@@ -193,17 +137,17 @@ def check(model, folder: Path) -> Iterator[Fact]:
     from gpt import corpus
     from gpt.tokenizer import GPT2BPE
 
-    c, stored = model.config, tensors(folder)
-    shape = c.norm, c.n_layers, c.n_heads, c.d_model
-    small = shape == ("pre", 12, 12, 768) and c.vocab_size >= GPT2BPE.vocab_size
+    stored, small = hub.tensors(folder), shape(model.config) == GPT2_SMALL
     if small and set(stored.values()) == {folder / "model.safetensors"}:
         yield from file_facts(folder / "model.safetensors", len(stored))
     yield from model_facts(model)
-    if small or shape == ("post", 12, 12, 768):
+    if shape(model.config) in (GPT2_SMALL, GPT1):
         yield greedy_fact(model)
     if small:
         yield from gpt2_facts(model, GPT2BPE())
         try:
-            yield overfitting_fact(model, GPT2BPE(), corpus.shakespeare()[0])
+            text = corpus.shakespeare()[0]
         except ValueError as error:  # no network
             yield Fact("losses of ten updates on one batch", "tiny Shakespeare", str(error), None)
+        else:
+            yield overfitting_fact(model, GPT2BPE(), text)

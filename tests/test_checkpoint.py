@@ -205,7 +205,7 @@ def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
 
 
 def test_settings_come_back_with_their_types():
-    config = toy_config(final_norm=None, bias=False, micro_batch_size=2, lr=1)
+    config = toy_config(final_norm=None, bias=False, micro_batch_size=2, lr=1, min_lr=0)
     stored = json.loads(json.dumps(checkpoint.config_to_json(config)))
     assert checkpoint.config_from_json(stored) == config
     del stored["dropout"]  # an older run, from before there was such a setting
@@ -239,3 +239,10 @@ def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     assert (foreign / "thesis.txt").exists()
     new_run(str(run), "", True)
     assert names(run) == []
+
+
+def test_a_run_of_before_there_was_a_choice_is_adamws_and_rates_are_stored_as_they_were():
+    stored = checkpoint.config_to_json(toy_config(optimizer="adamw"))
+    assert (stored["lr"], stored["min_lr"]) == (1e-3, 1e-4)
+    del stored["optimizer"]
+    assert checkpoint.config_from_json(stored).optimizer == "adamw"

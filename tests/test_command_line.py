@@ -13,6 +13,7 @@ from conftest import ROOT, TOY_RUN, call, python
 
 import sample
 import train
+from gpt.command_line import CommandLine
 
 FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -199,7 +200,7 @@ def test_a_reader_who_leaves_training_early_is_told_what_is_lost(here):
 
 
 def test_too_little_memory_is_one_line(here, capsys):
-    for too_much in (["--d-model", 2**26, "--n-layers", 1], ["--batch-size", 10**12]):
+    for too_much in (["--d-model", 2**20, "--n-layers", 1], ["--batch-size", 10**12]):
         status, _, err = call(train, "--data", "text.txt", *FLAGS, *too_much, capsys=capsys)
         assert status == 1 and err.startswith("error: out of memory") and err.count("\n") == 1
     assert not (here / "runs").exists()
@@ -213,3 +214,17 @@ def test_a_reader_who_leaves_early_is_no_error(here, capsys):
     process.stdout.close()
     assert "Traceback" not in process.stderr.read() and process.wait(timeout=60) == 0
     process.stderr.close()
+
+
+def test_a_strangers_words_do_not_steer_the_terminal(capsys):
+    with pytest.raises(SystemExit):
+        CommandLine().fail("no place for \x1b[2J\x1b]0;x\x07 héllo\nand more" + "x" * 5000)
+    err = capsys.readouterr().err
+    assert err.startswith(r"error: no place for \x1b[2J\x1b]0;x\x07 héllo and more") and len(err) < 2100
+
+
+def test_a_wrong_type_of_init_is_one_line(here, capsys):
+    for text, message in (("init = 3", "init has the wrong type (3)"), ('init = ""', "init is out of range ()")):
+        (here / "c.toml").write_text(text, encoding="utf-8")
+        status, _, err = call(train, "c.toml", capsys=capsys)
+        assert status == 2 and message in err and err.count("\n") == 1

@@ -61,13 +61,13 @@ def child(steps):
     return pid
 
 start = time.perf_counter()
-assert os.waitpid(child(5), 0)[1] == 0
-while_five_steps = time.perf_counter() - start  # whatever else the machine is doing
+assert os.waitpid(child(6), 0)[1] == 0
+while_six_steps = time.perf_counter() - start  # whatever else the machine is doing
 rng = random.Random(0)
-saved, last = [], 5
+saved, last = [], 6
 for _ in range(50):
     pid = child(10**6)
-    time.sleep(rng.uniform(0, while_five_steps))
+    time.sleep(rng.uniform(0, while_six_steps))
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a run ended by itself"
     if os.path.exists("r/last"):
@@ -362,7 +362,7 @@ def test_absurd_sizes_in_a_strangers_checkpoint_are_refused(tmp_path, settings):
     state = json.loads((folder / "state.json").read_text("utf-8"))
     state["config"] |= settings
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    with pytest.raises(ValueError, match="the checkpoint is damaged"):
+    with pytest.raises(ValueError, match="the checkpoint is damaged|is out of range"):
         checkpoint.load_model(folder)
 
 

@@ -6,7 +6,7 @@ from conftest import toy_config, toy_model, toy_tokens
 
 from gpt import BLOCKS
 from gpt.model import next_token_loss
-from gpt.optim import lr_at, make_optimizer, orthogonal, parameter_groups
+from gpt.optim import Muon, lr_at, make_optimizer, orthogonal, parameter_groups
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -143,3 +143,16 @@ def test_corners_of_the_schedule(warmup_steps, optimizer):
     assert all(0 < rate <= 1 for rate in rates)
     if warmup_steps < 5:
         assert rates[4:] == pytest.approx([0.1] * 4 if warmup_steps < 4 else rates[4:])
+
+
+def test_large_matrices_of_one_shape_all_move_and_those_without_a_gradient_do_not():
+    """Large ones are not taken together, to save memory."""
+    matrices = [torch.nn.Parameter(torch.zeros(1100, 1000)) for _ in range(3)]
+    optimizer = Muon([{"params": matrices, "momentum": 0.9, "weight_decay": 0.0}], lr=1.0, fused=True)
+    grads = [torch.randn(1100, 1000) for _ in range(2)]
+    for matrix, grad in zip(matrices, grads):
+        matrix.grad = grad
+    optimizer.step()
+    for matrix, grad in zip(matrices, grads):
+        assert torch.allclose(matrix, -0.2 * 1100**0.5 * orthogonal(grad.mT * 0.19).mT, atol=1e-4)
+    assert not matrices[2].any()

@@ -38,8 +38,9 @@ IMPORTS = {
     "run": {"config"},
     "report": {"config"},
     "checkpoint": {"config", "model", "run"},
-    "published": {"config", "model", "generate", "corpus", "tokenizer"},
-    "pretrained": {"config", "model", "published", "checkpoint", "tokenizer", "command_line"},
+    "hub": {"config"},
+    "published": {"hub", "model", "generate", "corpus", "tokenizer"},
+    "pretrained": {"config", "model", "run", "hub", "published", "checkpoint", "tokenizer", "command_line"},
 }
 
 
