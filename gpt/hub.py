@@ -62,8 +62,8 @@ def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path
     except Exception as error:  # whatever the hub's library, and the one below it, may raise
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"cannot download {name} ({NAMES[name]}: {reason}). Connect to the network, set HF_ENDPOINT to a mirror, or "
-            "name a folder that has its config.json and model.safetensors."
+            f"cannot download {name} ({NAMES[name]}: {reason}). Connect to the network, set HF_ENDPOINT to a mirror, "
+            "or name a folder that has its config.json and model.safetensors."
         ) from None
     return Path(path).parent
 

@@ -61,13 +61,13 @@ def child(steps):
     return pid
 
 start = time.perf_counter()
-assert os.waitpid(child(6), 0)[1] == 0
-while_six_steps = time.perf_counter() - start  # whatever else the machine is doing
+assert os.waitpid(child(8), 0)[1] == 0
+while_eight_steps = time.perf_counter() - start  # whatever else the machine is doing
 rng = random.Random(0)
-saved, last = [], 6
+saved, last = [], 8
 for _ in range(50):
     pid = child(10**6)
-    time.sleep(rng.uniform(0, while_six_steps))
+    time.sleep(rng.uniform(0, while_eight_steps))
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a run ended by itself"
     if os.path.exists("r/last"):
