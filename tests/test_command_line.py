@@ -171,7 +171,7 @@ def test_an_existing_run_is_kept_resumed_or_overwritten_as_asked(here, capsys):
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_the_run_can_be_resumed(here, signum):
+def test_a_signal_saves_and_the_run_can_be_resumed(here, signum, capsys):
     arguments = [sys.executable, ROOT / "train.py", "--data", "text.txt", "--out", "r", "--steps", "100000", *FLAGS]
     process = subprocess.Popen(arguments, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = here / "r" / "metrics.jsonl"
@@ -183,8 +183,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(here, signum):
     assert process.returncode == 128 + signum and err == ""
     step = int((here / "r" / "last").read_text(encoding="utf-8"))
     assert step > 5 and f"stopped at step {step}; continue with: python train.py --resume --out r" in out
-    result = python(ROOT / "train.py", "--resume", "--out", "r", "--steps", step + 3, cwd=here)
-    assert result.returncode == 0, result.stderr
+    assert call(train, "--resume", "--out", "r", "--steps", step + 3, capsys=capsys)[0] == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     assert steps == list(range(1, step + 4))
 

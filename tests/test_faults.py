@@ -114,7 +114,7 @@ def test_fifty_kills_lose_nothing_that_was_saved(tmp_path, text_file):
 
 
 @posix
-@pytest.mark.parametrize("limit", [1000, 100_000, 150_000])  # of one file: within the weights, twice, and the moments
+@pytest.mark.parametrize("limit", [100_000, 150_000])  # of one file: within the weights, and the moments
 def test_a_full_disk_ends_the_run_with_one_line_and_the_old_checkpoint_intact(run, limit):
     sizes = {path.name: path.stat().st_size for path in (run / "step-000004").iterdir()}
     assert 1000 < 100_000 < sizes["model.safetensors"] < 150_000 < sizes["optimizer.safetensors"]
@@ -228,8 +228,7 @@ def test_one_process_trains_into_a_run(run, capsys):
 
 
 @posix
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_at_once(run, signum):
+def test_a_second_signal_ends_at_once(run):
     """While the first is waiting for a step to end, here one of a large batch."""
     large = ["--batch-size", "40000", "--micro-batch-size", "4", "--val-fraction", "0"]
     flags = ["--data", "text.txt", "--out", "slow", "--steps", "9", *FLAGS, *large]
@@ -238,11 +237,13 @@ def test_a_second_signal_ends_at_once(run, signum):
     while not process.stdout.readline().startswith("run "):
         assert process.poll() is None, process.stderr.read()
     time.sleep(0.5)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == -signum and "stopped at" not in out and not (run.parent / "slow" / "last").exists()
+    assert (
+        process.returncode == -signal.SIGINT and "stopped at" not in out and not (run.parent / "slow" / "last").exists()
+    )
 
 
 UNPRIVILEGED = """

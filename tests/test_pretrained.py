@@ -479,11 +479,10 @@ def test_a_name_is_downloaded_once_and_then_needs_no_network(tmp_path, hub_here)
     assert first.stdout == "12\n", first.stderr
     offline = hub_here | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     assert python("-c", code, cwd=ROOT, env=offline).stdout == "12\n"
-    for name, environment in (("gpt2", offline | {"HF_HOME": str(tmp_path / "none")}), ("gpt2-xl", hub_here)):
-        result = python(ROOT / "sample.py", name, cwd=tmp_path, env=environment)
-        assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.stderr
-        assert result.stderr.startswith(f"error: cannot download {name} (openai-community/{name}: ")
-        assert "HF_ENDPOINT" in result.stderr
+    result = python(ROOT / "sample.py", "gpt2-xl", cwd=tmp_path, env=hub_here)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("error: cannot download gpt2-xl (openai-community/gpt2-xl: ")
+    assert "HF_ENDPOINT" in result.stderr
 
 
 def test_a_folder_is_read_as_a_folder_whatever_its_name(tmp_path, monkeypatch):
@@ -577,8 +576,7 @@ def test_the_command_that_checks_says_what_differs(bytes_gpt2, capsys):
 
 def test_the_command_that_exports(tmp_path, text_file, capsys):
     train.train(toy_config(data=str(text_file), steps=2), str(tmp_path / "r"))
-    done = python("-m", "gpt.pretrained", "export", tmp_path / "r", tmp_path / "out", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    assert call(pretrained, "export", tmp_path / "r", tmp_path / "out", capsys=capsys)[0] == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
