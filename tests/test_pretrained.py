@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import shutil
+import socket
 import threading
 import warnings
 
@@ -458,6 +459,11 @@ def hub_here(tmp_path):
     """A hub on this machine that has GPT-2 with the golden weights; the environment that leads there."""
     ROOT_OF_HUB[0] = write(tmp_path / "hub")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    try:
+        socket.create_connection(server.server_address, timeout=5).close()
+    except OSError:
+        server.server_close()
+        pytest.skip("the loopback interface is down")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield {

@@ -74,8 +74,7 @@ def test_another_seed_is_another_run(run):
     assert metrics(run("a", seed=1))[0]["loss"] != metrics(run("b", seed=2))[0]["loss"]
 
 
-@pytest.mark.parametrize("norm", BLOCKS)
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("norm, stop", [*((norm, 3) for norm in BLOCKS), ("pre", 4), ("rezero", 7)])
 def test_stopping_and_resuming_changes_no_bit(run, norm, stop):
     """Also with dropout, several micro-batches, probing, and a stop that is no step of evaluation."""
     settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2, "probe_every": 2}
