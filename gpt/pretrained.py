@@ -89,9 +89,9 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     Raises ValueError, with the names, if one is missing, unknown, there twice, or of another shape.
     """
     folder = hub.find(source)
-    theirs, stored = hub.read_config(folder), hub.tensors(folder)
-    config, longest = config or theirs, theirs.context_length
-    shortened = dataclasses.replace(theirs, context_length=min(longest, config.context_length))
+    published_config, stored = hub.read_config(folder), hub.tensors(folder)
+    config, longest = config or published_config, published_config.context_length
+    shortened = dataclasses.replace(published_config, context_length=min(longest, config.context_length))
     require_same(shortened, config, f"{folder} has")
     if config.n_layers > len(stored):
         raise ValueError(f"the weights are not all there ({folder}: {len(stored)} tensors). Get them again.")
