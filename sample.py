@@ -12,11 +12,11 @@ from gpt.config import lookup
 
 def sample(given, stack):
     """Write the samples that the command line asks for. Raises ValueError for what it names and is not there."""
-    from gpt import checkpoint, distributed, generate, pretrained
+    from gpt import checkpoint, device, generate, pretrained
     from gpt.run import newest_run
     from gpt.tokenizer import TOKENIZERS
 
-    compute = distributed.choose(given.device, given.dtype, "off", distributed.look(given.device))
+    compute = device.choose(given.device, given.dtype, "off", device.look(given.device))
     source = given.run or newest_run()
     if pretrained.recognizes(source):
         if given.checkpoint:

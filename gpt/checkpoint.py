@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 
 from gpt.config import FORMAT, TrainConfig, configure, flat, read_json, require_same
 from gpt.model import GPT
-from gpt.run import flush, write
+from gpt.run import flush, forget_later_lines, write
 
 REMEDY = "Use another one: --checkpoint STEP."
 
@@ -41,23 +41,20 @@ def config_from_json(stored: dict) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
-def save(run: Path, model, optimizer, state: dict, keep: int):
+def save(run: Path, weights: dict, moments: dict, state: dict, keep: int):
     """Write the checkpoint of `state["step"]`, point `last` at it, and `best` at `state["best_step"]` unless None;
-    then delete all checkpoints but the newest `keep` and the best. Optimizer tensors are named after parameters.
+    then delete all checkpoints but the newest `keep` and the best. `weights` are tensors by name; `moments` the
+    optimizer's for each of these names, by their own.
     Raises OSError, with the earlier checkpoints intact, if the disk does not take it."""
     for leftover in run.glob(".step-*"):
         shutil.rmtree(leftover)
     folder = path_of(run, state["step"])
     new = run / f".{folder.name}"
     new.mkdir()
-    moments = {
-        f"{name}/{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
+    flat_moments = {f"{name}/{key}": value for name, own in moments.items() for key, value in own.items()}
     try:
-        save_file(model.state_dict(), new / "model.safetensors", metadata={"format": "pt"})
-        save_file(moments, new / "optimizer.safetensors", metadata={"format": "pt"})
+        save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+        save_file(flat_moments, new / "optimizer.safetensors", metadata={"format": "pt"})
         checksums = {path.name: _sha256(path.read_bytes()) for path in new.iterdir()}
         (new / "state.json").write_text(json.dumps(state | {"sha256": checksums}, indent=1), encoding="utf-8")
         for path in new.iterdir():
@@ -152,9 +149,9 @@ def load_model(folder: str | Path) -> GPT:
     return model
 
 
-def restore(checkpoint: Path, model, optimizer, config: TrainConfig) -> dict:
-    """Load a checkpoint into a model and its optimizer, made as `config` says; returns the state. Raises ValueError if
-    it is damaged or the architecture or the optimizer differs."""
+def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
+    """What `save` wrote: the state, the weights and the moments. Raises ValueError if it is damaged, or of another
+    architecture or optimizer than `config`'s."""
     state, stored = read_state(checkpoint)
     require_same(stored.model, config.model, "the checkpoint has")
     for name in ("optimizer", "init"):
@@ -162,17 +159,28 @@ def restore(checkpoint: Path, model, optimizer, config: TrainConfig) -> dict:
         if theirs != ours:
             raise ValueError(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
     weights = _tensors(checkpoint, "model.safetensors", state)
-    moments = {name: {} for name, _ in model.named_parameters()}
+    moments = {name: {} for name in weights}
     for path, value in _tensors(checkpoint, "optimizer.safetensors", state).items():
         name, _, key = path.rpartition("/")
         moments[name][key] = value
-    model.load_state_dict(weights)
-    # torch numbers the parameters in the order of the groups, and knows which value belongs on which device.
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": {i: moments[name] for i, name in enumerate(order)}, "param_groups": groups})
-    return state
+    return state, weights, moments
+
+
+def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dict, dict, dict, list[str]]:
+    """What `read` finds in a checkpoint of the run, ready to go on with `config` and a corpus of that `digest`, and a
+    line on each setting that differs. Forgets what the run wrote later. Raises ValueError where it cannot go on."""
+    state, weights, moments = read(find(run, which), config)
+    before, now = state["config"], config_to_json(config)
+    if state["step"] > config.steps:
+        raise ValueError(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
+    elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
+    if not elsewhere and state.get("corpus", digest) != digest:
+        raise ValueError(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
+    if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
+        state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
+    forget_later_lines(run, state["step"])
+    changed = {name: before.get(name, "absent") for name in now if before.get(name, "absent") != now[name]}
+    return state, weights, moments, [f"changed {name}: {old} -> {now[name]}" for name, old in changed.items()]
 
 
 def _sha256(content: bytes) -> str:

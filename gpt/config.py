@@ -92,6 +92,7 @@ class TrainConfig:
     device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     compile: str = _setting("auto", "torch.compile: on, off, or auto (on a CUDA GPU)")
+    shard: bool = _setting(False, "with several processes: each keeps a part of the weights and moments (FSDP2)")
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "eval_every", "log_every", "keep"):
@@ -111,10 +112,7 @@ class TrainConfig:
         _require(self.init != "", self, "init", "scratch, a name or a folder")
         _require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
         _require(0 <= self.last_lr <= self.peak_lr, self, "min_lr", f"at least 0 and at most lr, {self.peak_lr}")
-        if self.batch_size % self.micro_size:
-            near = one_of(_nearest_divisors(self.batch_size, self.micro_size))
-            found = f"{self.micro_size} and {self.batch_size}"
-            raise ValueError(f"micro_batch_size must divide batch_size ({found}). Use {near}.")
+        self.micro_size()
 
     @property
     def peak_lr(self) -> float:
@@ -126,10 +124,22 @@ class TrainConfig:
         """The learning rate of the last step."""
         return self.peak_lr * RATES[self.optimizer][1] if self.min_lr is None else self.min_lr
 
-    @property
-    def micro_size(self) -> int:
-        """Sequences in one forward pass."""
-        return self.micro_batch_size or self.batch_size
+    def micro_size(self, processes: int = 1) -> int:
+        """Sequences in one forward pass of one process. Raises ValueError if they do not divide the batch."""
+        share, rest = divmod(self.batch_size, processes)
+        if rest:
+            near = one_of(n * processes for n in (share, share + 1) if n)
+            raise ValueError(
+                f"batch_size must be a multiple of the {processes} processes ({self.batch_size}). Use {near}."
+            )
+        micro = self.micro_batch_size or share
+        if share % micro:
+            near, of = (
+                one_of(_nearest_divisors(share, micro)),
+                f"batch_size / {processes}" if processes > 1 else "batch_size",
+            )
+            raise ValueError(f"micro_batch_size must divide {of} ({micro} and {share}). Use {near}.")
+        return micro
 
 
 def unknown(what: str, name: str, known) -> str:

@@ -1,4 +1,4 @@
-"""A corpus by name, file or folder -> documents of text -> one row of token ids."""
+"""A corpus by name, file or folder -> documents of text -> one row of token ids; or a prepared folder's shards."""
 
 import hashlib
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt import shards
+
 CACHE = Path(__file__).parents[1] / "data"
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -15,16 +17,24 @@ SHAKESPEARE = (
 )
 
 
-def load(data: str, tokenizer) -> np.ndarray:
+def load(data: str, tokenizer) -> np.ndarray | shards.Shards:
     """Token ids, (N,) of tokenizer.dtype, of all documents of a corpus with the tokenizer's separator between them.
 
-    `data` is a key of CORPORA, a text file, or a folder whose .txt files, sorted by path, are a document each.
-    Text is UTF-8 and kept byte for byte, line ends included. Raises ValueError for what is missing, empty, not UTF-8.
+    `data` is a key of CORPORA, a text file, a folder whose .txt files, sorted by path, are a document each, or a folder
+    that data/prepare.py made. Text is UTF-8 and kept byte for byte, line ends included. Raises ValueError for what is
+    missing, empty, not UTF-8, damaged, or prepared for another tokenizer.
     """
+    if data and data not in CORPORA and os.path.exists(Path(data) / shards.META):
+        return shards.read(Path(data), tokenizer)
     documents = CORPORA[data]() if data in CORPORA else _read(data)
     separator = np.array(tokenizer.separator, dtype=tokenizer.dtype)
     parts = [part for document in documents for part in (separator, tokenizer.encode(document))]
     return np.concatenate(parts[1:])
+
+
+def digest(ids) -> str:
+    """What tells one corpus, as ids, from another."""
+    return ids.digest if isinstance(ids, shards.Shards) else hashlib.sha256(ids).hexdigest()
 
 
 def resolve(data: str) -> str:

@@ -8,12 +8,13 @@ import torch
 
 class Data:
     """A corpus cut in two contiguous splits: the last `val_fraction` of the ids is for validation, the rest to train.
+    Of `ids`, an array or gpt.corpus.Shards, only the rows asked for are read.
 
     Both hand out (B, T + 1) int64 tokens: the first T of a row are its inputs, the last T its targets.
     Raises ValueError if a split is shorter than one such row; `val_fraction` 0 leaves no validation split.
     """
 
-    def __init__(self, ids: np.ndarray, context_length: int, batch_size: int, val_fraction: float, seed: int):
+    def __init__(self, ids, context_length: int, batch_size: int, val_fraction: float, seed: int):
         cut = int(len(ids) * (1 - val_fraction))
         self.train, self.val = ids[:cut], ids[cut:]
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
@@ -25,11 +26,15 @@ class Data:
                     f"another val_fraction."
                 )
 
-    def batch(self, step: int) -> torch.Tensor:
-        """The (batch_size, T + 1) tokens of a step: windows at random places, a pure function of (seed, step)."""
+    def batch(self, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
+        """The (batch_size, T + 1) tokens of a step: windows at random places, a pure function of (seed, step). Of
+        `size` processes, number `rank` gets every size-th row."""
         rng = np.random.default_rng([self.seed, step])
-        starts = rng.integers(0, len(self.train) - self.context_length, size=(self.batch_size, 1))
-        rows = self.train[starts + np.arange(self.context_length + 1)]
+        starts = rng.integers(0, len(self.train) - self.context_length, size=self.batch_size)
+        return self._rows(self.train, starts[rank::size])
+
+    def _rows(self, split, starts) -> torch.Tensor:
+        rows = np.stack([split[start : start + self.context_length + 1] for start in starts])
         return torch.from_numpy(rows.astype(np.int64))
 
     def few_rows(self) -> torch.Tensor:
@@ -42,7 +47,6 @@ class Data:
         T, targets = self.context_length, max(0, len(self.val) - 1)
         whole = targets // T
         for first in range(0, whole, rows):
-            starts = np.arange(first, min(first + rows, whole))[:, None] * T
-            yield torch.from_numpy(self.val[starts + np.arange(T + 1)].astype(np.int64))
+            yield self._rows(self.val, np.arange(first, min(first + rows, whole)) * T)
         if targets > whole * T:
-            yield torch.from_numpy(self.val[None, whole * T :].astype(np.int64))
+            yield self._rows(self.val, [whole * T])

@@ -1,104 +1,177 @@
-"""Where the work runs and in which number format."""
+"""The processes that torchrun starts, and how they share a model's work."""
 
 import contextlib
-import re
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a machine offers: CUDA GPUs, whether they all compute in bfloat16, and an Apple GPU."""
-
-    cuda: int = 0
-    bfloat16: bool = False
-    mps: bool = False
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Compute:
-    """A device, the number format of matrix products on it, and whether to compile: on, off, or auto, which falls
-    back to eager. Parameters are float32 on every device."""
+class World:
+    """This process among those that torchrun started: number `rank` of `size`, `local_rank` of `local_size` on this
+    machine. Alone it is number 0 of 1, and nothing is exchanged."""
 
-    device: str
-    dtype: str
-    compile: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
 
-    def autocast(self):
-        """A context in which matrix products use `dtype`."""
-        if self.dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(torch.device(self.device).type, dtype=DTYPES[self.dtype])
+    def total(self, values: list[float]) -> list[float]:
+        """The sums over all processes, on each of them."""
+        return self._reduce(values, "SUM")
 
-    def scaler(self) -> torch.amp.GradScaler:
-        """Scales the loss, since gradients underflow in float16; for other formats it does nothing."""
-        return torch.amp.GradScaler(torch.device(self.device).type, enabled=self.dtype == "float16")
+    def largest(self, value: int) -> int:
+        """The largest of all processes' values, on each of them."""
+        return int(self._reduce([value], "MAX")[0])
+
+    def _reduce(self, values, operation):
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
+        return tensor.tolist()
+
+    def from_first(self, function: Callable):
+        """What `function` returns on the first process, on each of them, or the error it raises; the others wait."""
+        if self.size == 1:
+            return function()
+        outcome = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except (ValueError, OSError) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome)
+        if outcome[1]:
+            raise outcome[1]
+        return outcome[0]
+
+    def in_turn(self, function: Callable):
+        """What `function` returns on this process, called on the first one before the others."""
+        result = []
+        self.from_first(lambda: result.append(function()))
+        return result[0] if result else function()
 
 
-def look(device: str) -> Machine:
-    """What this machine offers; a `device` of "cpu" asks CUDA nothing."""
-    if device == "cpu":
-        return Machine()
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(
-        cuda=cuda,
-        # Before compute capability 8 bfloat16 is emulated, and slow.
-        bfloat16=cuda > 0 and all(torch.cuda.get_device_capability(index)[0] >= 8 for index in range(cuda)),
-        mps=torch.backends.mps.is_available(),
+ALONE = World()
+
+
+def world() -> World:
+    """The processes that torchrun started, as its environment describes them; else this one alone."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return World(*(int(os.environ[name]) for name in names)) if all(name in os.environ for name in names) else ALONE
+
+
+@contextlib.contextmanager
+def joined(world: World, device: str):
+    """Connects the processes for the length of a `with` block: NCCL for GPUs, gloo for CPUs. Raises ConnectionError if
+    one of them cannot be reached or is lost later, a while after: what ended it should be heard first."""
+    if world.size == 1:
+        yield
+        return
+    backend = "gloo"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"  # Windows has no NCCL
+    elif os.environ.get("OMP_NUM_THREADS") == "1" and world.local_size > 1:  # torchrun's choice where the user has none
+        torch.set_num_threads(max(1, _cores() // world.local_size))
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = (
+        f"waiting for all {world.size} processes to meet at {place}. Can every machine reach it, by the interface "
+        "in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME?\n"
     )
-
-
-def choose(device: str, dtype: str, compile: str, machine: Machine) -> Compute:
-    """What the user asked for, "auto" settled, on a machine that has it. Pure; raises ValueError where it has not.
-
-    Devices: CUDA, else Apple's GPU, else the CPU. Formats: bfloat16 on a GPU that computes in it, else float16 with
-    a loss scaler; float32 on the others. Compilation: on CUDA.
-    """
-    if device == "auto":
-        device = "cuda" if machine.cuda else "mps" if machine.mps else "cpu"
-    kind, _, index = device.partition(":")
-    if not re.fullmatch("cpu|mps|cuda(:(0|[1-9][0-9]*))?", device):
-        raise ValueError(f"unknown device ({device}). Use auto, cpu, cuda, cuda:N or mps.")
-    there = {"cpu": True, "cuda": machine.cuda > int(index or 0), "mps": machine.mps}
-    if not there[kind]:
-        raise ValueError(
-            f"the device is not there ({device}; this machine has {machine.cuda} CUDA GPUs"
-            f"{' and an Apple GPU' if machine.mps else ''}). Use --device auto or --device cpu."
-        )
-    formats = {
-        "cpu": ["float32", "bfloat16"],
-        "cuda": ["bfloat16", "float16", "float32"] if machine.bfloat16 else ["float16", "float32"],
-        "mps": ["float32"],
-    }[kind]
-    if dtype == "auto":
-        dtype = formats[0]
-    if dtype not in formats:
-        raise ValueError(f"no such number format on {device} ({dtype}). Use auto, {', '.join(formats)}.")
-    if compile == "auto" and kind != "cuda":
-        compile = "off"
-    return Compute(device, dtype, compile)
-
-
-def compiled(model, tokens, compute: Compute):
-    """`model`, or torch.compile around it after a first forward and backward on `tokens` (B, T), and a warning or None.
-
-    Compiling starts here, so that a failure is met before any step is taken: "on" raises ValueError, "auto" goes on
-    in eager.
-    """
-    if compute.compile == "off":
-        return model, None
+    hint = threading.Timer(60, sys.stderr.write, [text])
+    hint.daemon = True
+    hint.start()
     try:
-        net = torch.compile(model)
-        with compute.autocast():
-            net(tokens).float().mean().backward()
-    except Exception as error:  # whatever the compiler's many parts may raise
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        if compute.compile == "on":
-            raise ValueError(f"torch.compile failed ({reason}). Use --compile off.") from error
-        return model, f"warning: torch.compile failed ({reason}). Going on without it."
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        hint.cancel()
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        reason = str(error).partition("\n")[0]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+        raise ConnectionError(f"another process of this job is gone ({reason}). Its own message says why.") from error
     finally:
-        model.zero_grad(set_to_none=True)
-    return net, None
+        hint.cancel()
+        if dist.is_initialized():
+            gc.collect()  # DistributedDataParallel is in a cycle, and threads of a group that lives on abort the exit
+            dist.destroy_process_group()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reported(main: Callable) -> Callable:
+    """`main`, so that torchrun, if it started this process, repeats the message of what ends it."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(main) if "TORCHELASTIC_ERROR_FILE" in os.environ else main
+
+
+def shard(model):
+    """Split a model's weights over all processes, block by block, in place (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(model.token_embedding.weight.device.type, (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+
+
+def replicated(net, device: str):
+    """`net` in DistributedDataParallel: all processes average their gradients in each backward."""
+    devices = [device] if device.startswith("cuda") else None
+    return torch.nn.parallel.DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def exchanging(net, last: bool):
+    """A context for the forward and backward of a micro-batch: processes exchange gradients in the last one only."""
+    if hasattr(net, "set_requires_gradient_sync"):
+        net.set_requires_gradient_sync(last)
+    elif hasattr(net, "no_sync") and not last:
+        return net.no_sync()
+    return contextlib.nullcontext()
+
+
+def gathered(model, optimizer, world: World) -> tuple[dict, dict]:
+    """The weights by name and each one's optimizer tensors, {"wte": {"exp_avg": ...}}, whole; only the first of several
+    processes gets them, on the CPU."""
+    if world.size == 1:
+        return model.state_dict(), {name: optimizer.state[p] for name, p in model.named_parameters()}
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, rest = get_state_dict(model, optimizer, options=options)
+    return weights, rest.get("state", {})
+
+
+def restore(model, optimizer, world: World, weights: dict, moments: dict):
+    """The opposite of `gathered`: the first process hands them to all."""
+    groups = optimizer.state_dict()["param_groups"]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    order = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    if world.size == 1:
+        model.load_state_dict(weights)
+        # torch numbers the parameters in the order of the groups, and knows which value belongs on which device.
+        state = dict(enumerate(moments[name] for names in order for name in names))
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    groups = [group | {"params": names} for group, names in zip(groups, order)]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    rest = {"state": moments, "param_groups": groups}
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=rest, options=options)

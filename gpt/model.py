@@ -1,5 +1,7 @@
 """GPT: embed -> blocks -> final norm -> logits."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -60,15 +62,19 @@ def next_token_loss(logits, targets):
 
 
 @torch.no_grad()
-def mean_loss(model: GPT, windows) -> float:
-    """`next_token_loss` over every target of the (B, T + 1) `windows` of tokens, in evaluation mode."""
-    total = count = 0
+def mean_loss(model: GPT, windows, rank: int = 0, size: int = 1, total=lambda values: values) -> float:
+    """`next_token_loss` over every target of the (B, T + 1) `windows` of tokens, in evaluation mode. Of `size`
+    processes, number `rank` takes every size-th of the windows; `total` adds numbers up over all of them."""
+    windows, loss, count = iter(windows), 0.0, 0
     training = model.training
     model.eval()
-    for tokens in windows:
-        tokens = tokens.to(model.token_embedding.weight.device)
+    while together := list(itertools.islice(windows, size)):
+        # A process without a window does the last one too, uncounted: a sharded model wants all of them there.
+        tokens = together[min(rank, len(together) - 1)].to(model.token_embedding.weight.device)
         targets = tokens[:, 1:]
-        total += next_token_loss(model(tokens[:, :-1]), targets).item() * targets.numel()
-        count += targets.numel()
+        mean = next_token_loss(model(tokens[:, :-1]), targets).item()
+        if rank < len(together):
+            loss, count = loss + mean * targets.numel(), count + targets.numel()
     model.train(training)
-    return total / count
+    loss, count = total([loss, count])
+    return loss / count

@@ -28,6 +28,22 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
     return product @ x / square.sqrt()
 
 
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is, or with the parts that other processes have of it."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _like(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """`whole` as it is, or this process's part of it, that which it has of x."""
+    if not hasattr(x, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate  # takes a second, and only sharded models need it
+
+    return DTensor.from_local(whole, x.device_mesh, [Replicate()], run_check=False).redistribute(
+        placements=x.placements
+    )
+
+
 class Muon(torch.optim.AdamW):
     """AdamW, except for matrices in groups with a "momentum" beta, which move in orthogonal directions (Jordan et al.
     2024, kellerjordan.github.io/posts/muon). For a gradient g of shape (n, m) and momentum v:
@@ -66,9 +82,9 @@ class Muon(torch.optim.AdamW):
                 together = max(1, 2**20 // (n * m))
                 for start in range(0, len(pairs), together):
                     parameters, updates = zip(*pairs[start : start + together])
-                    for parameter, update in zip(parameters, orthogonal(torch.stack(updates))):
+                    for parameter, update in zip(parameters, orthogonal(torch.stack([whole(u) for u in updates]))):
                         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                        parameter.sub_(update.mul_(group["lr"] * 0.2 * math.sqrt(m)))
+                        parameter.sub_(_like(parameter, update.mul_(group["lr"] * 0.2 * math.sqrt(m))))
         super().step()
 
 

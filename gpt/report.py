@@ -3,22 +3,23 @@
 from gpt.config import TrainConfig
 
 
-def opening(config: TrainConfig, model, data, tokenizer, compute, run, step: int) -> str:
+def opening(config: TrainConfig, model, data, tokenizer, compute, world, run, step: int) -> str:
     """What is about to happen, in five lines."""
     m = config.model
     size = f"{m.n_layers} blocks, {m.n_heads} heads, width {m.d_model}, context {m.context_length}"
     count, in_norms = model.count_parameters(), model.count_parameters("norm")
     how = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
+    where = f"{world.size} processes, {'shards' if config.shard else 'replicas'}; " if world.size > 1 else ""
     return (
         f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms\n"
         f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on\n"
         f"steps   {step:,} of {config.steps:,} done, {how}\n"
-        f"device  {compute.device}, {compute.dtype}, compile {compute.compile}\n"
+        f"device  {where}{compute.device}, {compute.dtype}, compile {compute.compile}\n"
         f"run     {run}"
     )
 
 
-def warnings(config: TrainConfig, model, data) -> list[str]:
+def warnings(config: TrainConfig, model, data, world) -> list[str]:
     """What is allowed and seldom meant."""
     found = []
     if config.warmup_steps >= config.steps:
@@ -30,6 +31,8 @@ def warnings(config: TrainConfig, model, data) -> list[str]:
     if config.eval_every > config.steps and len(data.val):
         steps = f"every {config.eval_every} of {config.steps} steps"
         found.append(f"the validation loss is computed at the end only ({steps}). Lower --eval-every.")
+    if config.shard and world.size == 1:
+        found.append("nothing is sharded (1 process). Start several: torchrun --nproc_per_node N train.py ...")
     return [f"warning: {text}" for text in found]
 
 

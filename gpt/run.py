@@ -1,10 +1,11 @@
-"""A run folder: making, finding and holding it, and the lines of its metrics."""
+"""A run: its folder, made, found and held, the lines of its metrics, and the wish to stop it."""
 
 import contextlib
 import itertools
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 from gpt.config import read_json
@@ -99,3 +100,23 @@ def forget_later_lines(run: Path, step: int):
         # A line without its end was cut short by the kill.
         lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         write(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+class StopRequest:
+    """Remembers, within a `with` block, that SIGINT or SIGTERM asked for a stop after this step; a second signal ends
+    the program at once."""
+
+    signum = None
+
+    def __enter__(self):
+        self._before = {signum: signal.signal(signum, self._asked) for signum in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _asked(self, signum, frame):
+        self.signum = signum
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+
+    def __exit__(self, *exception):
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)

@@ -1,5 +1,7 @@
 """Text <-> token ids. Both tokenizers work on UTF-8 bytes, so any text can be encoded and nothing is ever fetched."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +66,7 @@ class GPT2BPE:
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text of a corpus, in which the end-of-text marker is text like any other."""
-        return np.array(self._bpe.encode_ordinary(text), dtype=self.dtype)
+        return self._bpe.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """As `encode`, but an end-of-text marker is the one special id, so that a prompt can start from it."""
@@ -78,6 +80,13 @@ class GPT2BPE:
         """The same tokenizer in the format of Hugging Face's tokenizers."""
         vocabulary = [*CHARACTERS.values(), *(merge.replace(" ", "") for merge in self._merges), END_OF_TEXT]
         return _to_json({word: i for i, word in enumerate(vocabulary)}, self._merges, self.end_of_text)
+
+
+def identity(tokenizer) -> dict:
+    """What tells one tokenizer from another."""
+    content = json.dumps(tokenizer.to_json(), sort_keys=True).encode("utf-8")
+    size = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    return size | {"sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _characters() -> dict[int, str]:

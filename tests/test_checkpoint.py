@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import toy_config, toy_model, toy_tokens
 
-from gpt import BLOCKS, checkpoint
+from gpt import BLOCKS, checkpoint, distributed
+from gpt.distributed import ALONE
 from gpt.model import next_token_loss
 from gpt.optim import make_optimizer
 from gpt.run import new_run, newest_run, write
@@ -29,7 +30,14 @@ def trained(norm="pre", steps=2, **settings):
 
 def save(run, model, optimizer, config, step=2, best_step=2, keep=2):
     state = {"step": step, "best_step": best_step, "config": checkpoint.config_to_json(config)}
-    checkpoint.save(run, model, optimizer, state, keep)
+    checkpoint.save(run, *distributed.gathered(model, optimizer, ALONE), state, keep)
+
+
+def restore(folder, model, optimizer, config):
+    """Load a checkpoint into a model and its optimizer, as training does; returns the state."""
+    state, *tensors = checkpoint.read(folder, config)
+    distributed.restore(model, optimizer, ALONE, *tensors)
+    return state
 
 
 def names(run):
@@ -53,7 +61,7 @@ def test_the_optimizer_comes_back_to_the_bit(tmp_path, norm):
     model, optimizer, config = trained(norm)
     save(tmp_path, model, optimizer, config)
     again, other, _ = trained(norm, steps=1)
-    checkpoint.restore(tmp_path / "step-000002", again, other, config)
+    restore(tmp_path / "step-000002", again, other, config)
     by_name = dict(again.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(by_name[name], parameter)
@@ -66,7 +74,7 @@ def test_a_run_stopped_before_its_first_step_comes_back_too(tmp_path):
     model, optimizer, config = trained(steps=0)
     save(tmp_path, model, optimizer, config, step=0, best_step=None)
     again, other, _ = trained(steps=1)
-    assert checkpoint.restore(tmp_path / "step-000000", again, other, config)["step"] == 0
+    assert restore(tmp_path / "step-000000", again, other, config)["step"] == 0
     assert not any(other.state.values()) and names(tmp_path) == ["last", "step-000000"]
 
 
@@ -77,21 +85,21 @@ def test_the_weights_of_another_placement_are_refused(tmp_path, norm):
     for other in BLOCKS:
         if other != norm:
             with pytest.raises(ValueError, match=rf"has another norm \({norm}, not {other}\)"):
-                checkpoint.restore(tmp_path / "step-000002", *trained(other))
+                restore(tmp_path / "step-000002", *trained(other))
 
 
 def test_another_shape_is_refused_and_another_dropout_is_not(tmp_path):
     model, optimizer, config = trained()
     save(tmp_path, model, optimizer, config)
     with pytest.raises(ValueError, match=r"has another n_layers \(2, not 3\)"):
-        checkpoint.restore(tmp_path / "step-000002", *trained(n_layers=3))
-    checkpoint.restore(tmp_path / "step-000002", *trained(dropout=0.5))
+        restore(tmp_path / "step-000002", *trained(n_layers=3))
+    restore(tmp_path / "step-000002", *trained(dropout=0.5))
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path):
     save(tmp_path, *trained())
     with pytest.raises(ValueError, match=r"has another optimizer \(muon, not adamw\)"):
-        checkpoint.restore(tmp_path / "step-000002", *trained(optimizer="adamw"))
+        restore(tmp_path / "step-000002", *trained(optimizer="adamw"))
 
 
 def test_best_last_and_how_many_are_kept(tmp_path):
@@ -161,7 +169,7 @@ def test_a_loaded_checkpoint_is_not_held_open(tmp_path):
     model, optimizer, config = trained()
     save(tmp_path, model, optimizer, config)
     again, other, _ = trained(steps=1)
-    checkpoint.restore(tmp_path / "step-000002", again, other, config)
+    restore(tmp_path / "step-000002", again, other, config)
     loaded = checkpoint.load_model(tmp_path)
     for path in (tmp_path / "step-000002").glob("*.safetensors"):
         with open(path, "r+b") as file:

@@ -41,7 +41,8 @@ import json, os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
-import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.distributed, gpt.generate, gpt.optim, gpt.pretrained
+import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.device, gpt.distributed, gpt.generate, gpt.optim
+import gpt.pretrained
 import pydoc_data.topics, tqdm, train
 from gpt.config import configure
 """
@@ -300,7 +301,7 @@ def small_run(folder):
     model = toy_model(vocab_size=256, n_layers=1, n_heads=1, d_model=2, context_length=2)
     state = {"step": 1, "best_step": 1, "config": checkpoint.config_to_json(config)}
     folder.mkdir()
-    checkpoint.save(folder, model, torch.optim.AdamW(model.parameters()), state, keep=1)
+    checkpoint.save(folder, model.state_dict(), {}, state, keep=1)
     return folder / "step-000001"
 
 

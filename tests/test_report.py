@@ -2,11 +2,12 @@ import pytest
 from conftest import toy_config, toy_model
 
 from gpt import BLOCKS, report
+from gpt.distributed import ALONE
 
 
 def warned(norm="pre", val=(1, 2), **settings):
     """The warnings, by their first words."""
-    texts = report.warnings(toy_config(steps=10, norm=norm, **settings), toy_model(norm=norm), Splits(val))
+    texts = report.warnings(toy_config(steps=10, norm=norm, **settings), toy_model(norm=norm), Splits(val), ALONE)
     assert all(text.startswith("warning: ") and text.endswith(".") and "(" in text for text in texts)
     return [text.removeprefix("warning: ") for text in texts]
 

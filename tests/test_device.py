@@ -2,8 +2,8 @@ import pytest
 import torch
 from conftest import toy_model, toy_tokens
 
-from gpt import distributed
-from gpt.distributed import Compute, Machine, choose
+from gpt import device as devices
+from gpt.device import Compute, Machine, choose
 
 CPU, AMPERE, OLD, APPLE = Machine(), Machine(cuda=2, bfloat16=True), Machine(cuda=1), Machine(mps=True)
 
@@ -51,7 +51,7 @@ def test_what_is_refused(device, dtype, machine, message):
 
 
 def test_the_scaler_is_on_for_float16_alone():
-    for dtype in distributed.DTYPES:
+    for dtype in devices.DTYPES:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
             assert Compute("cuda", dtype, "off").scaler().is_enabled() == (dtype == "float16")
@@ -72,7 +72,7 @@ def test_the_cpu_asks_cuda_nothing(monkeypatch):
 
     for name in ("is_available", "device_count", "get_device_capability", "is_bf16_supported", "current_device"):
         monkeypatch.setattr(torch.cuda, name, asked)
-    assert choose("cpu", "auto", "auto", distributed.look("cpu")) == Compute("cpu", "float32", "off")
+    assert choose("cpu", "auto", "auto", devices.look("cpu")) == Compute("cpu", "float32", "off")
 
 
 def fails_when_made(model):
@@ -87,11 +87,11 @@ def fails_when_called(model):
 def test_a_compiler_that_fails_is_a_warning_or_an_error(monkeypatch, fault):
     monkeypatch.setattr(torch, "compile", fault)
     model, tokens = toy_model(), toy_tokens()
-    net, warning = distributed.compiled(model, tokens, Compute("cpu", "float32", "auto"))
+    net, warning = devices.compiled(model, tokens, Compute("cpu", "float32", "auto"))
     assert net is model and warning == "warning: torch.compile failed (no compiler here). Going on without it."
     with pytest.raises(ValueError, match=r"torch.compile failed \(no compiler here\)\. Use --compile off"):
-        distributed.compiled(model, tokens, Compute("cpu", "float32", "on"))
-    assert distributed.compiled(model, tokens, Compute("cpu", "float32", "off")) == (model, None)
+        devices.compiled(model, tokens, Compute("cpu", "float32", "on"))
+    assert devices.compiled(model, tokens, Compute("cpu", "float32", "off")) == (model, None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
@@ -99,7 +99,7 @@ def test_compiling_leaves_no_gradient_and_no_prefix(monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="eager"))
     model, tokens = toy_model(), toy_tokens()
-    net, warning = distributed.compiled(model, tokens, Compute("cpu", "float32", "on"))
+    net, warning = devices.compiled(model, tokens, Compute("cpu", "float32", "on"))
     assert warning is None and net is not model and torch.equal(net(tokens), model(tokens))
     assert all(p.grad is None for p in model.parameters())
     assert not any(name.startswith("_orig_mod") for name in model.state_dict())

@@ -1,0 +1,113 @@
+"""The device, its number format, and compilation."""
+
+import contextlib
+import re
+from dataclasses import dataclass
+
+import torch
+
+from gpt.distributed import ALONE, World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine offers: CUDA GPUs, whether they all compute in bfloat16, and an Apple GPU."""
+
+    cuda: int = 0
+    bfloat16: bool = False
+    mps: bool = False
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A device, the number format of matrix products on it, and whether to compile: on, off, or auto, which falls
+    back to eager. Parameters are float32 on every device."""
+
+    device: str
+    dtype: str
+    compile: str
+
+    def autocast(self):
+        """A context in which matrix products use `dtype`."""
+        if self.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(self.device).type, dtype=DTYPES[self.dtype])
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales the loss, since gradients underflow in float16; for other formats it does nothing."""
+        return torch.amp.GradScaler(torch.device(self.device).type, enabled=self.dtype == "float16")
+
+
+def look(device: str) -> Machine:
+    """What this machine offers; a `device` of "cpu" asks CUDA nothing."""
+    if device == "cpu":
+        return Machine()
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(
+        cuda=cuda,
+        # Before compute capability 8 bfloat16 is emulated, and slow.
+        bfloat16=cuda > 0 and all(torch.cuda.get_device_capability(index)[0] >= 8 for index in range(cuda)),
+        mps=torch.backends.mps.is_available(),
+    )
+
+
+def choose(device: str, dtype: str, compile: str, machine: Machine, world: World = ALONE) -> Compute:
+    """What the user asked for, "auto" settled, on a machine that has it. Pure; raises ValueError where it has not.
+
+    Devices: CUDA, a GPU for each of several processes, else Apple's GPU, else the CPU. Formats: bfloat16 on a GPU that
+    computes in it, else float16 with a loss scaler; float32 on the others. Compilation: on CUDA.
+    """
+    if device == "auto":
+        device = "cuda" if machine.cuda else "mps" if machine.mps and world.size == 1 else "cpu"
+    kind, _, index = device.partition(":")
+    if not re.fullmatch("cpu|mps|cuda(:(0|[1-9][0-9]*))?", device):
+        raise ValueError(f"unknown device ({device}). Use auto, cpu, cuda, cuda:N or mps.")
+    there = {"cpu": True, "cuda": machine.cuda > int(index or 0), "mps": machine.mps}
+    if not there[kind]:
+        raise ValueError(
+            f"the device is not there ({device}; this machine has {machine.cuda} CUDA GPUs"
+            f"{' and an Apple GPU' if machine.mps else ''}). Use --device auto or --device cpu."
+        )
+    if world.size > 1 and (index or kind == "mps"):
+        raise ValueError(f"several processes cannot share a GPU ({device}). Use --device auto, cpu or cuda.")
+    if world.size > 1 and kind == "cuda":
+        if world.local_size > machine.cuda:
+            found = f"{world.local_size} on this machine, {machine.cuda} GPUs"
+            raise ValueError(f"more processes than GPUs ({found}). Use --nproc_per_node {machine.cuda}.")
+        device = f"cuda:{world.local_rank}"
+    formats = {
+        "cpu": ["float32", "bfloat16"],
+        "cuda": ["bfloat16", "float16", "float32"] if machine.bfloat16 else ["float16", "float32"],
+        "mps": ["float32"],
+    }[kind]
+    if dtype == "auto":
+        dtype = formats[0]
+    if dtype not in formats:
+        raise ValueError(f"no such number format on {device} ({dtype}). Use auto, {', '.join(formats)}.")
+    if compile == "auto" and kind != "cuda":
+        compile = "off"
+    return Compute(device, dtype, compile)
+
+
+def compiled(model, tokens, compute: Compute):
+    """`model`, or torch.compile around it after a first forward and backward on `tokens` (B, T), and a warning or None.
+
+    Compiling starts here, so that a failure is met before any step is taken: "on" raises ValueError, "auto" goes on
+    in eager.
+    """
+    if compute.compile == "off":
+        return model, None
+    try:
+        net = torch.compile(model)
+        with compute.autocast():
+            net(tokens).float().mean().backward()
+    except Exception as error:  # whatever the compiler's many parts may raise
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        if compute.compile == "on":
+            raise ValueError(f"torch.compile failed ({reason}). Use --compile off.") from error
+        return model, f"warning: torch.compile failed ({reason}). Going on without it."
+    finally:
+        model.zero_grad(set_to_none=True)
+    return net, None
