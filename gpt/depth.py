@@ -56,6 +56,8 @@ def depth_profile(model, tokens) -> dict[str, list[float]]:
             block.mlp.down.weight.grad.float().norm(),
         )
         for name, value in zip(MEASURES, values):
+            if hasattr(value, "full_tensor"):  # of a weight that several processes share
+                value = value.full_tensor()
             profile[name].append(float(value))
     model.zero_grad(set_to_none=True)
     return profile

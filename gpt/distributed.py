@@ -169,9 +169,14 @@ def restore(model, optimizer, world: World, weights: dict, moments: dict):
         state = dict(enumerate(moments[name] for names in order for name in names))
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
 
     groups = [group | {"params": names} for group, names in zip(groups, order)]
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    rest = {"state": moments, "param_groups": groups}
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=rest, options=options)
+    # Not set_state_dict, which passes over the weights where there are none to give.
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)
