@@ -98,13 +98,9 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
             scaler.load_state_dict(state["scaler"])
     if first:
         write(run / "config.json", json.dumps(settings, indent=1))
-        print(
-            report.opening(config, model, data, tokenizer, compute, world, run, state["step"]),
-            *changes,
-            sep="\n",
-            flush=True,
-        )
-        for text in [*([warning] if warning else []), *report.warnings(config, model, data, world)]:
+        opening = report.opening(config, model, data, tokenizer, compute, world, run, state["step"])
+        print("\n".join([opening, *changes]), flush=True)
+        for text in filter(None, [warning, *report.warnings(config, model, data, world)]):
             print(text, file=sys.stderr)
 
     def update(step):
@@ -142,8 +138,8 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
                 if first:
                     append(run / "probe.jsonl", {"step": step, **profile})
             bar.update()
-            if stop is not None and world.size > 1:  # whichever process was asked
-                stop.signum = world.largest(stop.signum or 0) or None
+            if stop is not None and (asked := world.largest(stop.signum or 0)):  # whichever process was
+                stop.signum = asked
             end = step == config.steps or (stop is not None and stop.signum is not None)
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
             logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
@@ -159,7 +155,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
                     windows = data.windows(micro_size)
                     record["val_loss"] = mean_loss(model, windows, world.rank, world.size, world.total)
                 state["val_loss"] = record["val_loss"]
-            check_finite(record, scaler, model)
+            optim.check_finite(record, scaler, model)
             if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
                 state |= {"best_step": step, "best_val_loss": state["val_loss"]}
                 saving = True
@@ -179,19 +175,6 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
                 break
             timed_from, clock = step, time.perf_counter()
     return state | {"run": run, "unit": tokenizer.unit, "first": first}
-
-
-def check_finite(record: dict, scaler, model):
-    """Stop a run whose losses or weights are not finite. In float16 the scaler mends a gradient that is not."""
-    from gpt.optim import whole
-
-    watched = ("loss", "val_loss") if scaler.is_enabled() else ("loss", "val_loss", "grad_norm")
-    finite = all(math.isfinite(record[key]) for key in watched if key in record)
-    if not (finite and all(whole(parameter.isfinite().all()) for parameter in model.parameters())):
-        raise FloatingPointError(
-            f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
-            f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; what was saved before is intact."
-        )
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:

@@ -36,7 +36,7 @@ def config_from_json(stored: dict) -> TrainConfig:
     found = settings.pop("format", None)
     if found != FORMAT:
         raise ValueError(f"the run has another format ({found}, not {FORMAT}). Use the version that wrote it.")
-    vocab_size = settings.pop("vocab_size")
+    vocab_size = settings.pop("vocab_size", None)
     config = configure(settings)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 

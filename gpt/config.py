@@ -227,5 +227,5 @@ def read_toml(path: str | Path) -> dict:
         found = f"{Path(path).absolute()}: {error.strerror}"
         remedy = "Name a .toml file, as configs/tiny.toml; a setting is a flag, as --steps 500."
         raise ValueError(f"cannot read the configuration ({found}). {remedy}") from None
-    except ValueError as error:  # TOML's and UTF-8's errors are both ValueErrors
+    except (ValueError, RecursionError) as error:  # TOML's and UTF-8's errors are both ValueErrors
         raise ValueError(f"{path} is not a TOML file ({error}). Write one `key = value` a line.") from None

@@ -66,9 +66,16 @@ ALONE = World()
 
 
 def world() -> World:
-    """The processes that torchrun started, as its environment describes them; else this one alone."""
+    """The processes that torchrun started, as its environment describes them; else this one alone. Raises ValueError
+    if it may restart them and they would meet in a store that remembers the addresses of those before."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return World(*(int(os.environ[name]) for name in names)) if all(name in os.environ for name in names) else ALONE
+    if not all(name in os.environ for name in names):
+        return ALONE
+    restarts, shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
+    if restarts not in (None, "0") and shared == "True":
+        remedy = "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        raise ValueError(f"restarted processes may not find each other (--max-restarts {restarts}). {remedy}.")
+    return World(*(int(os.environ[name]) for name in names))
 
 
 @contextlib.contextmanager
@@ -99,9 +106,9 @@ def joined(world: World, device: str):
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].partition(". ")[0]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
+        time.sleep(3)
         raise ConnectionError(f"another process of this job is gone ({reason}). Its own message says why.") from error
     finally:
         hint.cancel()
@@ -116,9 +123,11 @@ def _cores() -> int:
 
 def reported(main: Callable) -> Callable:
     """`main`, so that torchrun, if it started this process, repeats the message of what ends it."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return main
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(main) if "TORCHELASTIC_ERROR_FILE" in os.environ else main
+    return record(main)
 
 
 def shard(model):

@@ -123,3 +123,14 @@ def lr_at(step: int, config) -> float:
     progress = min(1.0, (step - config.warmup_steps + 1) / max(1, config.steps - config.warmup_steps))
     left = 1 - progress if config.optimizer == "muon" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.last_lr + (config.peak_lr - config.last_lr) * left
+
+
+def check_finite(record: dict, scaler, model):
+    """Stop a run whose losses or weights are not finite. In float16 the scaler mends a gradient that is not."""
+    watched = ("loss", "val_loss") if scaler.is_enabled() else ("loss", "val_loss", "grad_norm")
+    finite = all(math.isfinite(record[key]) for key in watched if key in record)
+    if not (finite and all(whole(parameter.isfinite().all()) for parameter in model.parameters())):
+        raise FloatingPointError(
+            f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
+            f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; what was saved before is intact."
+        )

@@ -80,14 +80,6 @@ def flags(**settings) -> list[str]:
     return found
 
 
-def jobs(folder, **named) -> dict:
-    """Run jobs one after the other, NAME=(processes, arguments or a list of each one's, None or (run, rank, signal to
-    send when the run has saved)); gives their (statuses, seconds)."""
-    result = python("-c", FORKS, json.dumps(named), cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout)
-
-
 def said(folder, name, rank, stream) -> str:
     return (folder / f"{name}-{rank}.{stream}").read_text("utf-8")
 
@@ -114,109 +106,128 @@ def assert_close(one, other):
             assert torch.allclose(mine[key], theirs[key], atol=1e-5), (name, key)
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, text_file):
-    """Every placement on two; some split in shards, on four, with several micro-batches, stopped and resumed on
-    another number."""
-    named = {}
-    common = {"data": text_file}
-    for norm in BLOCKS:
-        named[f"{norm}1"] = (1, flags(norm=norm, out=f"{norm}1", **common), None)
-        named[f"{norm}2"] = (2, flags(norm=norm, out=f"{norm}2", **common), None)
-    for norm in ("pre", "post", "rezero"):
-        named[f"{norm}2s"] = (2, flags(norm=norm, out=f"{norm}2s", shard=True, **common), None)
-    named["pre4"] = (4, flags(norm="pre", out="pre4", micro_batch_size=1, **common), None)
-    named["pre3s"] = (4, flags(norm="pre", out="pre3s", micro_batch_size=1, shard=True, **common), None)
-    named["adamw1"] = (1, flags(optimizer="adamw", out="adamw1", **common), None)
-    named["adamw2s"] = (2, flags(optimizer="adamw", out="adamw2s", shard=True, **common), None)
-    for name, settings in (("part", {}), ("parts", {"shard": True})):
-        again = ["--resume", "--out", name]
-        named[f"{name}-a"] = (2, flags(norm="post", out=name, **common | settings | {"steps": 1}), None)
-        named[f"{name}-b"] = (1, [*again, "--steps", "2"], None)
-        named[f"{name}-c"] = (4, [*again, "--steps", str(STEPS), "--shard" if name == "part" else "--no-shard"], None)
-    results = jobs(tmp_path, **named)
-    for name, (statuses, _) in results.items():
-        assert not any(statuses), (name, said(tmp_path, name, 0, "err"), said(tmp_path, name, len(statuses) - 1, "err"))
-        for rank in range(1, len(statuses)):
-            assert said(tmp_path, name, rank, "out") == "" == said(tmp_path, name, rank, "err")
-    for norm in BLOCKS:
-        assert_close(tmp_path / f"{norm}1", tmp_path / f"{norm}2")
-    for one, other in (
-        ("pre1", "pre2s"),
-        ("post1", "post2s"),
-        ("rezero1", "rezero2s"),
-        ("pre1", "pre4"),
-        ("pre1", "pre3s"),
-        ("adamw1", "adamw2s"),
-        ("post1", "part"),
-        ("post1", "parts"),
-    ):
-        assert_close(tmp_path / one, tmp_path / other)
-    assert "2 processes, shards" in said(tmp_path, "pre2s", 0, "out")
-    assert "2 processes, replicas" in said(tmp_path, "pre2", 0, "out")
-    assert "warning: nothing is sharded (1 process)" in said(tmp_path, "parts-b", 0, "err")
-
-
-def test_dropout_differs_between_processes_and_repeats(tmp_path, text_file):
-    common = {"data": text_file, "dropout": 0.3, "probe_every": 4}
-    results = jobs(
-        tmp_path,
-        one=(1, flags(out="one", **common), None),
-        two=(2, flags(out="two", **common), None),
-        again=(2, flags(out="again", **common), None),
-    )
-    assert not any(status for statuses, _ in results.values() for status in statuses)
-    assert records(tmp_path / "two") == records(tmp_path / "again") != records(tmp_path / "one")
-
-
+EQUAL = [*((norm, norm + "2") for norm in BLOCKS), *((norm, norm + "2s") for norm in ("pre", "post", "rezero"))]
+EQUAL += [("pre", "pre4"), ("adamw", "adamw2s"), ("pre", "resumed")]
 MISTAKES = {
     "rows": ({"batch_size": 7}, "batch_size must be a multiple of the 2 processes (7). Use 6 or 8."),
     "few": ({"batch_size": 1}, "batch_size must be a multiple of the 2 processes (1). Use 2."),
     "micro": ({"micro_batch_size": 8}, "micro_batch_size must divide batch_size / 2 (8 and 4). Use 1, 2 or 4."),
-    "data": ({"data": "nowhere.txt"}, "no corpus of that name and no such file"),
+    "missing": ({"data": "nowhere.txt"}, "no corpus of that name and no such file"),
     "float16": ({"shard": True, "dtype": "float16"}, "no such number format on cpu (float16)"),
-    "taken": ({"out": "there"}, "the output folder is not a run"),
+    "there": ({}, "the output folder is not a run"),
 }
 
 
-def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(tmp_path, text_file):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "x").touch()
-    named = {name: (2, flags(**{"data": text_file, "out": name} | own), None) for name, (own, _) in MISTAKES.items()}
-    differ = [flags(data=text_file, out="differ", seed=seed) for seed in (1, 2)]
-    results = jobs(tmp_path, **named, differ=(2, differ, None))
-    for name, (_, message) in MISTAKES.items():
-        assert results[name][0] == [2, 2] and results[name][1] < 10
-        for rank in range(2):
-            err = said(tmp_path, name, rank, "err")
-            assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
-        assert not (tmp_path / name).exists()
-    assert results["differ"][0][1] == 2 and "the processes differ" in said(tmp_path, "differ", 1, "err")
-    assert not (tmp_path / "differ").exists()
+def planned(data):
+    """All jobs of this file that need no launcher."""
+
+    def job(n, out, event=None, **settings):
+        return n, flags(**{"data": data, "out": out} | settings), event
+
+    for norm in BLOCKS:
+        yield norm, job(1, norm, norm=norm)
+        yield norm + "2", job(2, norm + "2", norm=norm)
+    for norm in ("pre", "post", "rezero"):
+        yield norm + "2s", job(2, norm + "2s", norm=norm, shard=True)
+    yield "pre4", job(4, "pre4", micro_batch_size=1)
+    yield "adamw", job(1, "adamw", optimizer="adamw")
+    yield "adamw2s", job(2, "adamw2s", optimizer="adamw", shard=True, micro_batch_size=2)
+    again = ["--resume", "--out", "resumed", "--steps"]
+    yield "resumed-a", job(2, "resumed", steps=1, shard=True)
+    yield "resumed-b", (1, [*again, "2"], None)
+    yield "resumed", (4, [*again, str(STEPS), "--no-shard"], None)
+    for name, n in (("dropout", 1), ("dropout2", 2), ("dropout2-again", 2)):
+        yield name, job(n, name, dropout=0.3)
+    for name, (settings, _) in MISTAKES.items():
+        yield name, job(2, name, **settings)
+    yield "differ", (2, [flags(data=data, out="differ", seed=seed) for seed in (1, 2)], None)
+    yield "diverged", job(2, "diverged", norm="none", lr=1e30, warmup_steps=0)
+    for name, signum in (("asked", signal.SIGTERM), ("killed", signal.SIGKILL)):
+        yield name, job(2, name, (name, 1, signum), steps=10**6, save_every=1)
 
 
-def test_signals_and_losses_of_one_process_end_all(tmp_path, text_file):
-    """A stop that one process is asked for is saved by all at one step; a killed one is noticed; a loss that is not
-    finite is said by all."""
-    endless = flags(data=text_file, steps=10**6, out="asked", save_every=1)
-    killed = flags(data=text_file, steps=10**6, out="killed", save_every=1)
-    diverged = flags(data=text_file, out="diverged", norm="none", lr=1e30, warmup_steps=0, steps=20)
-    results = jobs(
-        tmp_path,
-        asked=(2, endless, ("asked", 1, signal.SIGTERM)),
-        killed=(2, killed, ("killed", 1, signal.SIGKILL)),
-        diverged=(2, diverged, None),
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder of all jobs, and (statuses, seconds) of each. Started by one process, since most of the time of a job
+    goes to imports."""
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "text.txt").write_text("".join(f"{i}: norm {i * 7919 % 101}\n" for i in range(400)), encoding="utf-8")
+    (folder / "there").mkdir()
+    (folder / "there" / "x").touch()
+    result = python(
+        "-c", FORKS, json.dumps(dict(planned("text.txt"))), cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    assert results["asked"][0] == [128 + signal.SIGTERM] * 2
-    assert "stopped at step" in said(tmp_path, "asked", 0, "out") and said(tmp_path, "asked", 1, "out") == ""
-    assert results["killed"][0] == [1, -signal.SIGKILL] and results["killed"][1] < 30
-    err = said(tmp_path, "killed", 0, "err")
-    assert err.startswith("error: another process of this job is gone (") and err.count("\n") == 1, err
-    for run in ("asked", "killed"):
-        steps = [record["step"] for record in records(tmp_path / run)]
-        assert steps == list(range(1, len(steps) + 1))
-        assert checkpoint.load_model(tmp_path / run).config.n_layers == 2
+    assert result.returncode == 0, result.stderr[-2000:]
+    return folder, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("one, other", EQUAL, ids=[other for _, other in EQUAL])
+def test_the_result_does_not_depend_on_the_number_of_processes(done, one, other):
+    """Replicas and shards, with micro-batches, begun on two, resumed on one and then on four; one process speaks."""
+    folder, results = done
+    for name, (statuses, _) in results.items():
+        if name.startswith(other):
+            assert not any(statuses), [said(folder, name, rank, "err") for rank in range(len(statuses))]
+            for rank in range(1, len(statuses)):
+                assert said(folder, name, rank, "out") == "" == said(folder, name, rank, "err")
+    assert_close(folder / one, folder / other)
+
+
+def test_what_is_said_about_processes(done):
+    folder, _ = done
+    assert "device  2 processes, shards; cpu" in said(folder, "pre2s", 0, "out")
+    assert "device  4 processes, replicas; cpu" in said(folder, "pre4", 0, "out")
+    assert said(folder, "pre2s", 0, "err") == said(folder, "pre4", 0, "err") == ""
+    expected = "warning: nothing is sharded (1 process). Start several: torchrun --nproc_per_node N train.py ...\n"
+    assert said(folder, "resumed-b", 0, "err") == expected
+
+
+def test_dropout_differs_between_processes_and_repeats(done):
+    folder, _ = done
+    one, two, again = (records(folder / name) for name in ("dropout", "dropout2", "dropout2-again"))
+    assert two == again != one
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(done, name):
+    folder, results = done
+    assert results[name][0] == [2, 2] and results[name][1] < 20 and not (folder / name / "config.json").exists()
+    for rank in range(2):
+        err = said(folder, name, rank, "err")
+        assert err.startswith("error: ") and err.count("\n") == 1 and MISTAKES[name][1] in err, err
+
+
+def test_processes_that_differ_are_refused(done):
+    folder, results = done
+    assert results["differ"][0][1] == 2 and "the processes differ" in said(folder, "differ", 1, "err")
+    assert not (folder / "differ").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_all(done):
+    folder, results = done
     assert results["diverged"][0] == [1, 1]
-    assert all("the run diverged" in said(tmp_path, "diverged", rank, "err") for rank in range(2))
+    assert all("the run diverged" in said(folder, "diverged", rank, "err") for rank in range(2))
+
+
+def test_a_stop_that_one_process_is_asked_for_is_one_of_all(done):
+    folder, results = done
+    assert results["asked"][0] == [128 + signal.SIGTERM] * 2
+    assert "stopped at step" in said(folder, "asked", 0, "out") and said(folder, "asked", 1, "out") == ""
+
+
+def test_a_process_that_is_lost_is_noticed(done):
+    folder, results = done
+    assert results["killed"][0] == [1, -signal.SIGKILL] and results["killed"][1] < 30
+    err = said(folder, "killed", 0, "err")
+    assert err.startswith("error: another process of this job is gone (") and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("run", ["asked", "killed"])
+def test_what_ends_early_has_each_step_once_and_a_checkpoint(done, run):
+    folder, _ = done
+    steps = [record["step"] for record in records(folder / run)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert checkpoint.load_model(folder / run).config.n_layers == 2
 
 
 def torchrun(*arguments) -> list[str]:
@@ -230,14 +241,15 @@ def test_two_machines_go_on_by_themselves_when_one_loses_its_process(tmp_path, t
         port = free.getsockname()[1]
     machines = ["--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 3, "--rdzv_backend", "c10d"]
     machines += ["--rdzv_id", "job", "--rdzv_endpoint", f"127.0.0.1:{port}", ROOT / "train.py", "--resume", "auto"]
-    settings = {"steps": 600, "save_every": 10, "log_every": 10, "eval_every": 200, "probe_every": 1000}
+    settings = {"steps": 300, "save_every": 10, "log_every": 10, "eval_every": 200, "probe_every": 1000}
     command = torchrun(*machines, *flags(data=text_file, out="r", **settings))
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents = []
     for number in range(2):
         with open(tmp_path / f"{number}.log", "w", encoding="utf-8") as log:
-            agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log))
+            agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, env=environment))
     try:
-        while not (tmp_path / "r" / "last").exists() or int((tmp_path / "r" / "last").read_text("utf-8")) < 100:
+        while not (tmp_path / "r" / "last").exists() or int((tmp_path / "r" / "last").read_text("utf-8")) < 50:
             assert all(agent.poll() is None for agent in agents)
             time.sleep(0.05)
         worker = subprocess.run(["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True).stdout.split()
@@ -246,10 +258,11 @@ def test_two_machines_go_on_by_themselves_when_one_loses_its_process(tmp_path, t
     finally:
         for agent in agents:
             agent.terminate()
+            agent.wait(timeout=60)
     logs = [(tmp_path / f"{number}.log").read_text("utf-8") for number in range(2)]
-    begun = [int(step.replace(",", "")) for log in logs for step in re.findall(r"steps +([\d,]+) of 600 done", log)]
-    assert sorted(begun)[0] == 0 and 100 <= sorted(begun)[1] < 600 and len(begun) == 2
-    assert [record["step"] for record in records(tmp_path / "r")] == [1, *range(10, 601, 10)]
+    begun = [int(step.replace(",", "")) for log in logs for step in re.findall(r"steps +([\d,]+) of 300 done", log)]
+    assert sorted(begun)[0] == 0 and 50 <= sorted(begun)[1] < 300 and len(begun) == 2
+    assert [record["step"] for record in records(tmp_path / "r")] == [1, *range(10, 301, 10)]
 
 
 def test_the_last_words_of_a_job_are_those_of_the_process_that_failed(tmp_path, text_file):
@@ -260,13 +273,19 @@ def test_the_last_words_of_a_job_are_those_of_the_process_that_failed(tmp_path, 
 
 
 def test_the_environment_of_torchrun_is_read(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
     assert world() is ALONE
     for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
         assert world() is ALONE
         monkeypatch.setenv(name, str(value))
-    assert world() == World(rank=5, size=8, local_rank=1, local_size=4)
+    for restarts, shared in (("0", "True"), ("3", "False")):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        assert world() == World(rank=5, size=8, local_rank=1, local_size=4)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ValueError, match=r"\(--max-restarts 3\)\. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        world()
 
 
 @pytest.mark.parametrize(
