@@ -138,8 +138,8 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
                 if first:
                     append(run / "probe.jsonl", {"step": step, **profile})
             bar.update()
-            if stop is not None and (asked := world.largest(stop.signum or 0)):  # whichever process was
-                stop.signum = asked
+            if stop is not None and world.size > 1 and (asked := world.largest(stop.signum or 0)):
+                stop.signum = asked  # whichever process was asked
             end = step == config.steps or (stop is not None and stop.signum is not None)
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
             logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)

@@ -80,7 +80,12 @@ def test_the_readmes_file_map_is_the_tree():
     section = README.split("## Files")[1].split("```")[1]
     listed = {line.split()[0] for line in section.splitlines() if line and not line.startswith(" ")}
     here = {path.name for path in ROOT.glob("*.py")} | {"gpt/" + path.name for path in (ROOT / "gpt").glob("*.py")}
-    here |= {"configs/" + path.name for path in (ROOT / "configs").glob("*")} | {"data/gpt2/", "docs/", "tests/"}
+    here |= {"configs/" + path.name for path in (ROOT / "configs").glob("*")} | {
+        "data/prepare.py",
+        "data/gpt2/",
+        "docs/",
+        "tests/",
+    }
     assert listed == here - {"gpt/__init__.py"}
 
 
@@ -127,6 +132,7 @@ def test_the_readmes_commands_run(tmp_path):
     for name in ("gpt", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "data" / "gpt2", tmp_path / "data" / "gpt2")
+    shutil.copy(ROOT / "data" / "prepare.py", tmp_path / "data")
     for script in SCRIPTS:
         shutil.copy(ROOT / script, tmp_path)
     text = "It is a truth universally acknowledged.\n" * 800
@@ -138,13 +144,16 @@ def test_the_readmes_commands_run(tmp_path):
     toy = [word for name, value in TOY.items() for word in ("--" + name.replace("_", "-"), str(value))]
     lines = []
     for command in commands():
-        program, *arguments = shlex.split(command)
+        program, *arguments = (word for word in shlex.split(command) if not word.startswith("TORCH_"))
+        if program == "torchrun":  # here alone; tests/test_distributed.py starts several
+            program, arguments = "python", arguments[arguments.index("train.py") :]
         assert program == "python", command
         if arguments[:2] == ["-m", "pytest"]:
             continue
         if arguments[0] == "train.py":
-            arguments += ["--steps", "2", "--batch-size", "2", "--eval-every", "2"]
-            arguments += [] if "--init" in arguments else [*toy, "--tokenizer", "bytes"]
+            arguments += ["--steps", "2", "--batch-size", "2", "--micro-batch-size", "1", "--eval-every", "2"]
+            arguments += [] if "--init" in arguments else [*toy, "--val-fraction", "0.1"]
+            arguments += [] if {"--init", "configs/gpt2.toml"} & {*arguments} else ["--tokenizer", "bytes"]
         if "--n-layers" in arguments[1:] and arguments[0] == "probe.py":
             arguments += toy
         if "--probe-every" in arguments:
@@ -155,7 +164,7 @@ def test_the_readmes_commands_run(tmp_path):
         [sys.executable, "-c", RUNNER], input=json.dumps(lines), cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert {arguments[0] for _, arguments in lines if arguments[0] != "-m"} == set(SCRIPTS)
+    assert {arguments[0] for _, arguments in lines if arguments[0] != "-m"} == {*SCRIPTS, "data/prepare.py"}
 
 
 def test_the_readmes_python_runs():
