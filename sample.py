@@ -33,8 +33,6 @@ def sample(given, stack):
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     settings = {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     generate.check(tokenizer.vocab_size, seed=given.seed, **settings)
-    if given.stop == "":
-        raise ValueError("the text to stop at is empty (--stop). Leave it out.")
     prompt = read_prompt(given)
     model = load(source).to(compute.device)
     written = stack.enter_context(new_file(given.out)) if given.out else None
@@ -95,7 +93,7 @@ def main(argv: list[str]):
     command.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: greedy (default: %(default)s)")
     command.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens (default: from all)")
     command.add_argument("--top-p", type=float, metavar="P", help="from the fewest that hold P of the probability")
-    command.add_argument("--stop", metavar="TEXT", help="end a sample where this text comes, without it")
+    command.add_argument("--stop", metavar="TEXT", help="end where this text comes, before it; '': nowhere")
     command.add_argument("--num-samples", type=int, default=1, metavar="N", help="(default: %(default)s)")
     command.add_argument("--seed", type=int, metavar="N", help="repeats a sample (default: a new one, which is shown)")
     command.add_argument("--checkpoint", metavar="best|last|STEP", help="(default: best)")

@@ -132,9 +132,10 @@ def stream_text(
     model, tokenizer, prompt: str, max_new_tokens: int, stop: str | None = None, **settings
 ) -> Iterator[str]:
     """Continue a text: yields pieces of whole characters until max_new_tokens, an end-of-text id or the text `stop`,
-    which is left out. An empty prompt is the tokenizer's own start. The other settings are those of `stream`."""
+    which is left out; nothing but max_new_tokens ends it if `stop` is "". An empty prompt is the tokenizer's own start.
+    The other settings are those of `stream`."""
     held = ""  # what may turn out to be the beginning of `stop`
-    for piece in _pieces(model, tokenizer, prompt, max_new_tokens, settings):
+    for piece in _pieces(model, tokenizer, prompt, max_new_tokens, stop == "", settings):
         held += piece
         if stop and stop in held:
             yield held.partition(stop)[0]
@@ -146,12 +147,12 @@ def stream_text(
         yield held
 
 
-def _pieces(model, tokenizer, prompt, max_new_tokens, settings):
+def _pieces(model, tokenizer, prompt, max_new_tokens, endless, settings):
     device = model.token_embedding.weight.device
     tokens = torch.tensor([tokenizer.encode_prompt(prompt or tokenizer.start).tolist()], device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for ids in stream(model, tokens, max_new_tokens, vocab_size=tokenizer.vocab_size, **settings):
-        if ids[0] == tokenizer.end_of_text:
+        if ids[0] == tokenizer.end_of_text and not endless:
             break
         yield decoder.decode(tokenizer.decode_bytes(ids.tolist()))
     yield decoder.decode(b"", final=True)

@@ -131,6 +131,30 @@ def test_a_full_disk_ends_the_run_with_one_line_and_the_old_checkpoint_intact(ru
     assert not list(run.glob(".step-*"))
 
 
+@posix
+def test_a_small_disk_that_is_full_ends_the_run_and_loses_nothing(run):
+    """A real one, in memory, which a user may mount in a namespace of one's own."""
+    (run.parent / "disk").mkdir()
+    flags = [*FLAGS, "--steps", "1000", "--save-every", "1", "--keep", "100", "--data", run.parent / "text.txt"]
+    train_it = " ".join(map(str, [sys.executable, ROOT / "train.py", "--out", "disk/r", *flags]))
+    script = f"mount -t tmpfs -o size=1500k none disk || exit 77; {train_it}; echo $? > status; cp -a disk/r kept"
+    try:
+        result = subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=run.parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if result.returncode == 77 or "unshare:" in result.stderr:
+        pytest.skip(f"needs the right to mount a disk: {result.stderr.strip()}")
+    assert (run.parent / "status").read_text("utf-8") == "1\n" and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("error: ") and "No space left on device" in result.stderr, result.stderr
+    kept = run.parent / "kept"
+    last = checkpoint.read_state(checkpoint.find(kept, "last"))[0]["step"]
+    assert last > 1 and checkpoint.load_model(kept).config.n_layers == 2
+    train.train(toy_config(data=str(run.parent / "text.txt"), steps=last + 2, save_every=1), str(kept), "last")
+    assert checkpoint.find(kept, "last").name == f"step-{last + 2:06d}" and not list(kept.glob(".step-*"))
+    steps = [json.loads(line)["step"] for line in (kept / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert steps == list(range(1, last + 3))
+
+
 def damages():
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         for size in (0, 8, 100, "half", "less") if name == "model.safetensors" else (0, "half"):
@@ -207,6 +231,16 @@ def test_a_run_is_resumed_from_another_folder_with_its_own_text(run, tmp_path, m
     monkeypatch.chdir(tmp_path / "elsewhere")
     status, out, err = call(train, "--resume", "--out", "../relative", "--steps", 3, capsys=capsys)
     assert status == 0 and "changed steps: 2 -> 3" in out and "changed data" not in out, err
+
+
+def test_resume_auto_starts_what_is_not_there_and_continues_what_is(tmp_path, text_file, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["--data", "text.txt", "--out", "r", "--resume", "auto", *FLAGS, "--steps"]
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text('{"format": 1}', encoding="utf-8")  # ended before it saved
+    for steps, begun in ((2, 0), (3, 2), (3, 3)):
+        status, out, err = call(train, *command, steps, capsys=capsys)
+        assert status == 0 and f"steps   {begun} of {steps} done" in out, err
 
 
 @posix

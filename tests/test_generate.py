@@ -173,6 +173,8 @@ def test_a_text_ends_where_its_end_is_said():
     tokenizer = GPT2BPE()
     model = scripted([*tokenizer.encode("The dog").tolist(), tokenizer.end_of_text, 5], tokenizer.vocab_size)
     assert "".join(stream_text(model, tokenizer, "<|endoftext|>", 4, temperature=0)) == "The dog"
+    endless = "".join(stream_text(model, tokenizer, "<|endoftext|>", 4, stop="", temperature=0))
+    assert endless == "The dog<|endoftext|>" + tokenizer.decode_bytes([5]).decode()
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), GPT2BPE()], ids=lambda tokenizer: tokenizer.name)

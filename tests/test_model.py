@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import toy_model, toy_tokens
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt.layers import Attention
@@ -107,3 +108,16 @@ def test_more_tokens_than_the_context_are_refused():
         toy_model()(toy_tokens(1, 17))
     with pytest.raises(ValueError, match="unknown kind of parameters"):
         toy_model().count_parameters("norms")
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_fused_attention_is_the_plain_one(norm):
+    """What torch chooses, and the formula written out, forward and backward."""
+    found = []
+    for backends in ([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.MATH]):
+        model, tokens = toy_model(norm=norm), toy_tokens(length=17)
+        with sdpa_kernel(backends):
+            next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found):
+        assert torch.allclose(one, other, atol=1e-5)
