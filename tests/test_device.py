@@ -4,6 +4,7 @@ from conftest import toy_model, toy_tokens
 
 from gpt import device as devices
 from gpt.device import Compute, Machine, choose
+from gpt.distributed import ALONE, World
 
 CPU, AMPERE, OLD, APPLE = Machine(), Machine(cuda=2, bfloat16=True), Machine(cuda=1), Machine(mps=True)
 
@@ -103,3 +104,35 @@ def test_compiling_leaves_no_gradient_and_no_prefix(monkeypatch):
     assert warning is None and net is not model and torch.equal(net(tokens), model(tokens))
     assert all(p.grad is None for p in model.parameters())
     assert not any(name.startswith("_orig_mod") for name in model.state_dict())
+
+
+def processes(local_rank, size, local_size=None):
+    return World(rank=local_rank, size=size, local_rank=local_rank, local_size=local_size or size)
+
+
+@pytest.mark.parametrize(
+    "device, machine, world, expected",
+    [
+        ("auto", AMPERE, processes(1, 2), Compute("cuda:1", "bfloat16", "auto")),
+        ("cuda", AMPERE, processes(0, 2), Compute("cuda:0", "bfloat16", "auto")),
+        ("auto", OLD, processes(0, 2, 1), Compute("cuda:0", "float16", "auto")),  # one on each of two machines
+        ("cpu", AMPERE, processes(1, 8), Compute("cpu", "float32", "off")),
+        ("auto", APPLE, processes(1, 2), Compute("cpu", "float32", "off")),
+        ("cuda:1", AMPERE, ALONE, Compute("cuda:1", "bfloat16", "auto")),
+    ],
+)
+def test_each_process_has_a_gpu_of_its_own(device, machine, world, expected):
+    assert choose(device, "auto", "auto", machine, world) == expected
+
+
+@pytest.mark.parametrize(
+    "device, machine, message",
+    [
+        ("cuda:1", AMPERE, r"several processes cannot share a GPU \(cuda:1\)\. Use --device auto, cpu or cuda"),
+        ("mps", APPLE, r"several processes cannot share a GPU \(mps\)"),
+        ("auto", AMPERE, r"more processes than GPUs \(3 on this machine, 2 GPUs\)\. Use --nproc_per_node 2"),
+    ],
+)
+def test_processes_that_would_share_a_gpu_are_refused(device, machine, message):
+    with pytest.raises(ValueError, match=message):
+        choose(device, "auto", "auto", machine, processes(0, 3))
