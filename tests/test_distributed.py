@@ -11,11 +11,12 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TOY_RUN, python, toy_config
+from conftest import ROOT, TOY_RUN, python, toy_config, toy_model, toy_tokens
 from safetensors.torch import load_file
 
-from gpt import BLOCKS, checkpoint
+from gpt import BLOCKS, checkpoint, distributed
 from gpt.distributed import ALONE, World, world
+from gpt.model import next_token_loss
 
 pytestmark = pytest.mark.skipif(os.name == "nt" or not torch.distributed.is_available(), reason="forks, with gloo")
 STEPS = 4
@@ -297,3 +298,35 @@ def test_the_environment_of_torchrun_is_read(monkeypatch):
 def test_the_rows_of_a_forward_pass(batch_size, micro, processes, expected):
     config = toy_config(batch_size=batch_size, micro_batch_size=micro)
     assert config.micro_size(processes) == expected
+
+
+@pytest.fixture
+def group():
+    """This process alone, joined to itself."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_are_exchanged_with_the_last_micro_batch_alone(group):
+    exchanges = []
+
+    def count(state, bucket):
+        exchanges.append(number)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model, tokens = toy_model(), toy_tokens()
+    net = distributed.replicated(model, "cpu")
+    net.register_comm_hook(None, count)
+    for number in range(3):
+        with distributed.exchanging(net, number == 2):
+            next_token_loss(net(tokens[:, :-1]), tokens[:, 1:]).backward()
+    assert set(exchanges) == {2}
+    model = toy_model()
+    distributed.shard(model)
+    for number in range(3):
+        with distributed.exchanging(model, number == 2):
+            next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        assert all((p.grad is not None) == (number == 2) for p in model.parameters())
