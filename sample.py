@@ -34,7 +34,7 @@ def sample(given, stack):
     settings = {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     generate.check(tokenizer.vocab_size, seed=given.seed, **settings)
     prompt = read_prompt(given)
-    model = load(source).to(compute.device)
+    model = device.for_sampling(load(source), compute)
     written = stack.enter_context(new_file(given.out)) if given.out else None
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     drawn = f"seed {seed}" if given.temperature else "greedy"
@@ -52,11 +52,8 @@ def sample(given, stack):
         if given.num_samples > 1:
             print(f"--- sample {number + 1}, seed {seed + number}", file=sys.stderr)
         say(prompt)
-        with compute.autocast():
-            for piece in generate.stream_text(
-                model, tokenizer, prompt, stop=given.stop, seed=seed + number, **settings
-            ):
-                say(piece)
+        for piece in generate.stream_text(model, tokenizer, prompt, stop=given.stop, seed=seed + number, **settings):
+            say(piece)
         say("\n")
 
 

@@ -46,7 +46,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
     from gpt import checkpoint, corpus, device, distributed, optim, pretrained, report
     from gpt.data import Data
     from gpt.depth import depth_profile
-    from gpt.model import GPT, mean_loss, next_token_loss
+    from gpt.model import GPT, mean_loss
     from gpt.tokenizer import TOKENIZERS
 
     first = world.rank == 0  # the one that prints, logs and saves
@@ -77,7 +77,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
         distributed.shard(model)
     optimizer, scaler = optim.make_optimizer(model, config), compute.scaler()
     # `model` is what is evaluated, saved and sampled. Only `update` calls `net`, which may be compiled or replicated.
-    net, warning = device.compiled(model, data.batch(0)[:micro_size].to(compute.device)[:, :-1], compute)
+    net, warning = device.compiled(model, data.batch(0)[:micro_size].to(compute.device), compute)
     if world.size > 1 and not config.shard:
         net = distributed.replicated(net, compute.device)
     weights, moments = {}, {}
@@ -110,20 +110,20 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
         for group in optimizer.param_groups:
             group["lr"] = group["scale"] * optim.lr_at(step, config)
         micro_batches = data.batch(step, world.rank, world.size).split(micro_size)
-        mean_loss = 0.0
+        batch_loss = 0.0
         for number, tokens in enumerate(micro_batches, start=1):
-            tokens = tokens.to(compute.device)
+            tokens = compute.put(tokens)
             with distributed.exchanging(net, number == len(micro_batches)):
                 with compute.autocast():
-                    loss = next_token_loss(net(tokens[:, :-1]), tokens[:, 1:]) / len(micro_batches)
+                    loss = net(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
                 scaler.scale(loss).backward()
-            mean_loss += loss.detach()
+            batch_loss += loss.detach()
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return mean_loss, grad_norm
+        return batch_loss, grad_norm
 
     probed = data.few_rows().to(compute.device)
     timed_from, clock = state["step"], time.perf_counter()

@@ -2,6 +2,7 @@ import pytest
 import torch
 from conftest import toy_model, toy_tokens
 
+from gpt import BLOCKS
 from gpt import device as devices
 from gpt.device import Compute, Machine, choose
 from gpt.distributed import ALONE, World
@@ -81,7 +82,7 @@ def fails_when_made(model):
 
 
 def fails_when_called(model):
-    return lambda tokens: fails_when_made(model)
+    return lambda tokens, targets: fails_when_made(model)
 
 
 @pytest.mark.parametrize("fault", [fails_when_made, fails_when_called])
@@ -95,13 +96,15 @@ def test_a_compiler_that_fails_is_a_warning_or_an_error(monkeypatch, fault):
     assert devices.compiled(model, tokens, Compute("cpu", "float32", "off")) == (model, None)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # the compiler's own
 def test_compiling_leaves_no_gradient_and_no_prefix(monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="eager"))
     model, tokens = toy_model(), toy_tokens()
     net, warning = devices.compiled(model, tokens, Compute("cpu", "float32", "on"))
     assert warning is None and net is not model and torch.equal(net(tokens), model(tokens))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    assert torch.equal(net(inputs, targets), model(inputs, targets))
     assert all(p.grad is None for p in model.parameters())
     assert not any(name.startswith("_orig_mod") for name in model.state_dict())
 
@@ -136,3 +139,16 @@ def test_each_process_has_a_gpu_of_its_own(device, machine, world, expected):
 def test_processes_that_would_share_a_gpu_are_refused(device, machine, message):
     with pytest.raises(ValueError, match=message):
         choose(device, "auto", "auto", machine, processes(0, 3))
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_a_model_made_ready_for_sampling_is_the_same_and_as_large(norm):
+    model, tokens = toy_model(norm=norm), toy_tokens()
+    expected, shapes = model(tokens), {name: tensor.shape for name, tensor in model.state_dict().items()}
+    ready = devices.for_sampling(model, Compute("cpu", "float32", "off"))
+    assert ready is model and torch.allclose(model(tokens), expected, atol=1e-5)
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    assert model.blocks[0].mlp.up.weight.stride() == (1, model.blocks[0].mlp.up.weight.size(0))
+    half = devices.for_sampling(model, Compute("cpu", "bfloat16", "off"))(tokens)
+    assert half.dtype == torch.bfloat16 and torch.allclose(half.float(), expected, atol=0.3)
