@@ -140,6 +140,8 @@ def planned(data):
     yield "resumed", (4, [*again, str(STEPS), "--no-shard"], None)
     for name, n in (("dropout", 1), ("dropout2", 2), ("dropout2-again", 2)):
         yield name, job(n, name, dropout=0.3)
+    for n in (1, 2):
+        yield f"one-letter{n}", job(n, f"one-letter{n}", data="same.txt", batch_size=n, dropout=0.3, steps=1)
     for name, (settings, _) in MISTAKES.items():
         yield name, job(2, name, **settings)
     yield "differ", (2, [flags(data=data, out="differ", seed=seed) for seed in (1, 2)], None)
@@ -154,6 +156,7 @@ def done(tmp_path_factory):
     goes to imports."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "text.txt").write_text("".join(f"{i}: norm {i * 7919 % 101}\n" for i in range(400)), encoding="utf-8")
+    (folder / "same.txt").write_text("a" * 2000, encoding="utf-8")
     (folder / "there").mkdir()
     (folder / "there" / "x").touch()
     result = python(
@@ -188,6 +191,8 @@ def test_dropout_differs_between_processes_and_repeats(done):
     folder, _ = done
     one, two, again = (records(folder / name) for name in ("dropout", "dropout2", "dropout2-again"))
     assert two == again != one
+    alone, mean = (records(folder / f"one-letter{n}")[0]["loss"] for n in (1, 2))  # of rows that are all the same
+    assert abs(alone - mean) > 1e-5
 
 
 @pytest.mark.parametrize("name", MISTAKES)
