@@ -11,8 +11,9 @@ from pathlib import Path
 
 from gpt.command_line import CommandLine
 from gpt.config import TrainConfig, configure, lookup, read_toml
+from gpt.distributed import reported
 from gpt.report import closing
-from gpt.run import StopRequest, append, held, new_run, write
+from gpt.run import StopRequest, append, forget_later_lines, held, new_run, write
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
@@ -31,7 +32,7 @@ def train(config: TrainConfig, out: str | None = None, resume: str | None = None
     world = distributed.world()
     config.micro_size(world.size)
     compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device), world)
-    if config.shard and compute.dtype == "float16":
+    if config.shard and compute.dtype == "float16" and world.size > 1:
         raise ValueError("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.joined(world, compute.device))
@@ -70,7 +71,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
     data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
     micro_size = config.micro_size(world.size)
     settings = checkpoint.config_to_json(config)
-    if world.from_first(lambda: [settings, digest]) != [settings, digest]:
+    if world.from_first(lambda: [settings, digest, resume]) != [settings, digest, resume]:
         raise ValueError(f"the processes differ in settings or corpus ({config.data}). Start all by the same command.")
     model.to(compute.device)
     if config.shard and world.size > 1:
@@ -94,6 +95,8 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
     run, state, changes = world.from_first(open_run)
     if resume:
         distributed.restore(model, optimizer, world, weights, moments)
+        if first:
+            forget_later_lines(run, state["step"])
         if scaler.is_enabled() and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
     if first:
@@ -126,7 +129,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
         return batch_loss, grad_norm
 
     probed = data.few_rows().to(compute.device)
-    timed_from, clock = state["step"], time.perf_counter()
+    timed_from, clock, asked = state["step"], time.perf_counter(), 0
     terminal = sys.stderr.isatty()
     with tqdm(
         total=config.steps, initial=timed_from, unit="step", disable=not (terminal and first), leave=False
@@ -138,9 +141,8 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
                 if first:
                     append(run / "probe.jsonl", {"step": step, **profile})
             bar.update()
-            if stop is not None and world.size > 1 and (asked := world.largest(stop.signum or 0)):
-                stop.signum = asked  # whichever process was asked
-            end = step == config.steps or (stop is not None and stop.signum is not None)
+            asked = world.largest(stop.signum or 0) if stop is not None else 0  # a signal since then waits for a step
+            end = step == config.steps or asked > 0
             evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
             logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
             saving = end or step % (config.save_every or config.eval_every) == 0
@@ -174,7 +176,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
             if end:
                 break
             timed_from, clock = step, time.perf_counter()
-    return state | {"run": run, "unit": tokenizer.unit, "first": first}
+    return state | {"run": run, "unit": tokenizer.unit, "first": first, "signum": asked}
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
@@ -225,22 +227,22 @@ def main(argv: list[str]):
 
             base = base_config(configure({"init": settings["init"]}).init)
         config = configure(settings, base)
-        from gpt.distributed import reported
-
         with StopRequest() as stop:
             # A run that ended before it saved has nothing to lose.
-            end = reported(train)(
-                config, out, (which or "last") if begun else None, overwrite or resume == "auto", stop
-            )
+            end = train(config, out, (which or "last") if begun else None, overwrite or resume == "auto", stop)
+        if end["signum"] and end["step"] < config.steps:
+            if end["first"]:
+                print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
+            return 128 + end["signum"]
         if not end["first"]:
-            return 128 + stop.signum if stop.signum else 0
-        if stop.signum and end["step"] < config.steps:
-            print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
-            return 128 + stop.signum
+            return
         print(closing(end) + "\n")
         print(closing_sample(end["run"], config))
 
-    command.run(body, "nobody reads the output any more (broken pipe). Continue with --resume; checkpoints are intact.")
+    command.run(
+        reported(body),
+        "nobody reads the output any more (broken pipe). Continue with --resume; checkpoints are intact.",
+    )
 
 
 if __name__ == "__main__":

@@ -23,17 +23,19 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gpt import shards  # noqa: E402
 from gpt.command_line import CommandLine  # noqa: E402
 from gpt.config import lookup  # noqa: E402
 from gpt.run import held  # noqa: E402
-from gpt.shards import META, PROGRESS, Writer  # noqa: E402
 from gpt.tokenizer import TOKENIZERS  # noqa: E402
 
+MOST_WORKERS = 61  # Windows waits for no more
 BLOCK = 2**20  # bytes read at a time, and about the characters that a worker encodes at a time
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
-# A text may be cut before a space or a line's end that follows something else: there GPT-2's pattern always ends a
-# piece, whatever comes before or after, and no merge crosses the end of a piece.
-CUT = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+JSON_LINES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (".txt", ".txt.gz", *JSON_LINES)
+# A text may be cut before white space that follows something else: there GPT-2's pattern always ends a piece, whatever
+# comes before or after, and no merge crosses the end of a piece. What has no white space is encoded whole.
+CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
 
 def find(names: list[str]) -> list[Path]:
@@ -53,9 +55,13 @@ def find(names: list[str]) -> list[Path]:
 def pieces(path: Path):
     """The file's documents in pieces: (whether a document begins, text, the file's bytes read since the last piece)."""
     before = 0
-    with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else contextlib.nullcontext(raw) as file:
+    try:
+        raw = open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"cannot read the text ({path.absolute()}: {error.strerror}). Mend or remove it.") from None
+    with raw, gzip.open(raw) if path.suffix == ".gz" else contextlib.nullcontext(raw) as file:
         try:
-            for begins, text in (lines if path.name.endswith(SUFFIXES[1::2]) else blocks)(file):
+            for begins, text in (lines if path.name.endswith(JSON_LINES) else blocks)(file):
                 yield begins, text, raw.tell() - before
                 before = raw.tell()
         except (EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
@@ -65,9 +71,14 @@ def pieces(path: Path):
 def blocks(file, size: int = BLOCK):
     """One document of any length, cut where it changes no id."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    held, last, begins = [], "", True
+    held, last, begins, offset = [], "", True, 0
     for block in iter(lambda: file.read(size), b""):
-        new = decoder.decode(block)
+        waiting = len(decoder.getstate()[0])
+        try:
+            new = decoder.decode(block)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"byte {offset - waiting + error.start} is not UTF-8") from None
+        offset += len(block)
         found = CUT.match(last + new)
         if found:
             cut = found.end() - len(last)
@@ -76,7 +87,9 @@ def blocks(file, size: int = BLOCK):
         else:
             held.append(new)
         last = new[-1:] or last
-    rest = "".join([*held, decoder.decode(b"", final=True)])
+    if decoder.getstate()[0]:
+        raise ValueError("it ends within a character")
+    rest = "".join(held)
     if rest:
         yield begins, rest
 
@@ -131,37 +144,32 @@ def encode(batch, first: bool) -> np.ndarray:
 def prepare(names: list[str], out: str, tokenizer: str, workers: int, shard_tokens: int, overwrite: bool) -> dict:
     """Write the shards of all files; returns their meta.json. Raises ValueError for what a user can mend, OSError,
     with the finished shards kept, for a full disk or a lost worker."""
-    for name, value in (("workers", workers), ("shard_tokens", shard_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} is out of range ({value}). It must be 1 or more.")
+    for name, value, most in (("workers", workers, MOST_WORKERS), ("shard_tokens", shard_tokens, 2**40)):
+        if not 1 <= value <= most:
+            raise ValueError(f"{name} is out of range ({value}). It must be from 1 to {most}.")
     made, files, folder = lookup(TOKENIZERS, tokenizer, "tokenizer")(), find(names), Path(out)
     status = [path.stat() for path in files]
     source = {"files": [[str(path.absolute()), s.st_size, s.st_mtime_ns] for path, s in zip(files, status)]}
-    ours = any((folder / name).exists() for name in (META, PROGRESS))
-    if folder.exists() and not ours and any(not path.name.startswith(".") for path in folder.iterdir()):
-        raise ValueError(f"the output folder is not a prepared corpus ({folder.absolute()}). Name another with --out.")
-    if (folder / META).exists() and not overwrite:
-        raise ValueError(f"there is a prepared corpus already ({folder.absolute()}). Use --overwrite or another --out.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        foreign = not shards.are_in(folder) and any(not path.name.startswith(".") for path in folder.iterdir())
     except OSError as error:
         raise ValueError(f"cannot make the folder ({folder.absolute()}: {error.strerror}). Name another.") from None
+    if foreign:
+        raise ValueError(f"the output folder is not a prepared corpus ({folder.absolute()}). Name another with --out.")
+    if (folder / shards.META).exists() and not overwrite:
+        raise ValueError(f"there is a prepared corpus already ({folder.absolute()}). Use --overwrite or another --out.")
     documents = size = 0
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(folder))
-        if overwrite and ours:
-            for path in folder.iterdir():
-                if path.name != ".lock":
-                    path.unlink()
-        writer = Writer(folder, made, shard_tokens, source)
+        if overwrite:
+            shards.clear(folder)
+        writer = shards.Writer(folder, made, shard_tokens, source)
         stack.callback(lambda: writer.file.close())
         resumed, pending = writer.position, collections.deque()
         bar = stack.enter_context(
             tqdm(total=sum(s.st_size for s in status), unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-        )
-        pool = stack.enter_context(
-            concurrent.futures.ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer,))
         )
 
         def take():
@@ -169,7 +177,9 @@ def prepare(names: list[str], out: str, tokenizer: str, workers: int, shard_toke
             writer.add(future.result())
             bar.update(read)
 
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer,))
         try:
+            stack.enter_context(pool)
             for number, (batch, read) in enumerate(batches(files)):
                 documents += sum(begins for begins, _ in batch)
                 size += sum(len(text.encode("utf-8")) for _, text in batch)
@@ -193,7 +203,7 @@ def main(argv: list[str]):
     command.add_argument("texts", nargs="+", metavar="FOLDER_OR_FILE", help="what to read, in this order")
     command.add_argument("--out", required=True, metavar="FOLDER", help="where to, for train.py --data FOLDER")
     command.add_argument("--tokenizer", default="gpt2", help="bytes or gpt2 (default: %(default)s)")
-    workers = {"type": int, "default": os.cpu_count() or 1, "metavar": "N"}
+    workers = {"type": int, "default": min(os.cpu_count() or 1, MOST_WORKERS), "metavar": "N"}
     command.add_argument("--workers", **workers, help="processes (default: one for each core, %(default)s)")
     size = {"type": int, "default": 2**27, "metavar": "N"}
     command.add_argument("--shard-tokens", **size, help="tokens in a shard (default: %(default)s)")

@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 
 from gpt.config import FORMAT, TrainConfig, configure, flat, read_json, require_same
 from gpt.model import GPT
-from gpt.run import flush, forget_later_lines, write
+from gpt.run import flush, write
 
 REMEDY = "Use another one: --checkpoint STEP."
 
@@ -162,13 +162,15 @@ def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
     moments = {name: {} for name in weights}
     for path, value in _tensors(checkpoint, "optimizer.safetensors", state).items():
         name, _, key = path.rpartition("/")
+        if name not in moments:
+            raise ValueError(f"the checkpoint is damaged ({checkpoint}: moments of {name}). {REMEDY}")
         moments[name][key] = value
     return state, weights, moments
 
 
 def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dict, dict, dict, list[str]]:
     """What `read` finds in a checkpoint of the run, ready to go on with `config` and a corpus of that `digest`, and a
-    line on each setting that differs. Forgets what the run wrote later. Raises ValueError where it cannot go on."""
+    line on each setting that differs. Raises ValueError where it cannot go on."""
     state, weights, moments = read(find(run, which), config)
     before, now = state["config"], config_to_json(config)
     if state["step"] > config.steps:
@@ -178,7 +180,6 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
         raise ValueError(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
     if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
         state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
-    forget_later_lines(run, state["step"])
     changed = {name: before.get(name, "absent") for name in now if before.get(name, "absent") != now[name]}
     return state, weights, moments, [f"changed {name}: {old} -> {now[name]}" for name, old in changed.items()]
 

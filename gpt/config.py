@@ -67,7 +67,9 @@ class TrainConfig:
     """Everything a run depends on. `TrainConfig()` is configs/tiny.toml, the default run."""
 
     model: ModelConfig = ModelConfig()
-    data: str = _setting("python-docs", "corpus: python-docs, shakespeare, a UTF-8 text file or a folder of .txt files")
+    data: str = _setting(
+        "python-docs", "corpus: python-docs, shakespeare, a text file, a folder of .txt, or one of data/prepare.py"
+    )
     tokenizer: str = _setting("bytes", "bytes (256 ids) or gpt2 (50,257 ids)")
     val_fraction: float = _setting(0.1, "last part of the corpus, held out; 0 turns evaluation off")
     steps: int = _setting(2000, "optimizer updates")
@@ -134,10 +136,8 @@ class TrainConfig:
             )
         micro = self.micro_batch_size or share
         if share % micro:
-            near, of = (
-                one_of(_nearest_divisors(share, micro)),
-                f"batch_size / {processes}" if processes > 1 else "batch_size",
-            )
+            near = one_of(_nearest_divisors(share, micro))
+            of = f"batch_size / {processes}" if processes > 1 else "batch_size"
             raise ValueError(f"micro_batch_size must divide {of} ({micro} and {share}). Use {near}.")
         return micro
 

@@ -24,7 +24,7 @@ def load(data: str, tokenizer) -> np.ndarray | shards.Shards:
     that data/prepare.py made. Text is UTF-8 and kept byte for byte, line ends included. Raises ValueError for what is
     missing, empty, not UTF-8, damaged, or prepared for another tokenizer.
     """
-    if data and data not in CORPORA and os.path.exists(Path(data) / shards.META):
+    if data and data not in CORPORA and shards.are_in(Path(data)):
         return shards.read(Path(data), tokenizer)
     documents = CORPORA[data]() if data in CORPORA else _read(data)
     separator = np.array(tokenizer.separator, dtype=tokenizer.dtype)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
+# torch is imported in the functions: a user's mistake should be answered at once.
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,9 @@ class World:
     def _reduce(self, values, operation):
         if self.size == 1:
             return values
+        import torch
+        import torch.distributed as dist
+
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
         return tensor.tolist()
@@ -44,6 +46,8 @@ class World:
         """What `function` returns on the first process, on each of them, or the error it raises; the others wait."""
         if self.size == 1:
             return function()
+        import torch.distributed as dist
+
         outcome = [None, None]
         if self.rank == 0:
             try:
@@ -85,22 +89,27 @@ def joined(world: World, device: str):
     if world.size == 1:
         yield
         return
+    import torch
+    import torch.distributed as dist
+
     backend = "gloo"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"  # Windows has no NCCL
-    elif os.environ.get("OMP_NUM_THREADS") == "1" and world.local_size > 1:  # torchrun's choice where the user has none
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1" and world.local_size > 1:  # torchrun says 1 if the user does not
         torch.set_num_threads(max(1, _cores() // world.local_size))
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     text = (
         f"waiting for all {world.size} processes to meet at {place}. Can every machine reach it, by the interface "
         "in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME?\n"
     )
-    hint = threading.Timer(60, sys.stderr.write, [text])
+    hint = threading.Timer(60, sys.stderr.write, [text] if world.local_rank == 0 else [""])
     hint.daemon = True
     hint.start()
     try:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's handler would wait as long as this does
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        signal.signal(signal.SIGTERM, before)
         hint.cancel()
         yield
     except RuntimeError as error:
@@ -109,6 +118,9 @@ def joined(world: World, device: str):
         reason = str(error).partition("\n")[0].partition(". ")[0]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
+        if "timed out" in reason.lower():
+            remedy = "If it was tokenizing, prepare the corpus: data/prepare.py"
+            raise ConnectionError(f"another process of this job takes too long ({reason}). {remedy}") from error
         raise ConnectionError(f"another process of this job is gone ({reason}). Its own message says why.") from error
     finally:
         hint.cancel()
@@ -132,6 +144,7 @@ def reported(main: Callable) -> Callable:
 
 def shard(model):
     """Split a model's weights over all processes, block by block, in place (FSDP2)."""
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -142,6 +155,8 @@ def shard(model):
 
 def replicated(net, device: str):
     """`net` in DistributedDataParallel: all processes average their gradients in each backward."""
+    import torch
+
     devices = [device] if device.startswith("cuda") else None
     return torch.nn.parallel.DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True)
 

@@ -56,7 +56,7 @@ def held(run: Path):
 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process trains here ({run.absolute()}). Wait for it, or name another.") from None
+            raise ValueError(f"another process works here ({run.absolute()}). Wait for it, or name another.") from None
         yield
 
 

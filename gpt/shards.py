@@ -1,7 +1,9 @@
 """A prepared corpus: token ids in files of one size, memory-mapped, and a meta.json that describes them."""
 
 import bisect
+import contextlib
 import copy
+import errno
 import hashlib
 import itertools
 import json
@@ -17,6 +19,7 @@ from gpt.tokenizer import identity
 
 META = "meta.json"  # written last: a folder that has it is whole
 PROGRESS = ".progress.json"
+PART = ".part"
 
 
 class Shards:
@@ -51,9 +54,28 @@ class Shards:
         return np.concatenate(parts, dtype=dtype) if parts else np.array([], dtype)
 
 
+def are_in(folder: Path) -> bool:
+    """Whether the folder is a prepared corpus, or a part of one. Other programs write a meta.json too."""
+    ours = os.path.exists(folder / META) or os.path.exists(folder / PROGRESS)
+    return ours and not any(folder.glob("*.txt"))
+
+
+def clear(folder: Path):
+    """Delete a prepared corpus, and no other file of the folder."""
+    for path in (folder / META, folder / PROGRESS, folder / PART, *folder.glob("[0-9][0-9][0-9][0-9][0-9]*.bin")):
+        path.unlink(missing_ok=True)
+
+
 def read(folder: Path, tokenizer) -> Shards:
-    """The ids of a prepared corpus. Raises ValueError if it is damaged, or was prepared for another tokenizer."""
+    """The ids of a prepared corpus. Raises ValueError if it is not whole, or was prepared for another tokenizer."""
+    if not (folder / META).exists():
+        raise ValueError(f"the corpus is not prepared to its end ({folder.absolute()}). Start data/prepare.py again.")
     meta = read_json(folder / META)
+    with contextlib.suppress(ImportError, OSError, ValueError):  # each shard is a file that stays open
+        import resource
+
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     try:
         theirs, dtype = meta["tokenizer"], np.dtype(meta["dtype"]).newbyteorder("<")
         if dtype.kind != "u" or np.iinfo(dtype).max < theirs["vocab_size"] - 1:
@@ -67,6 +89,8 @@ def read(folder: Path, tokenizer) -> Shards:
                 files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         shards = Shards(files, dtype, hashlib.sha256(json.dumps(meta, sort_keys=True).encode("utf-8")).hexdigest())
     except (LookupError, TypeError, OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise ValueError(f"too many shards ({len(meta['shards'])}). Allow more open files: ulimit -n.") from None
         found = f"{folder.absolute()}: {error}"
         raise ValueError(f"the prepared corpus is damaged ({found}). Prepare it again: data/prepare.py") from None
     if theirs != identity(tokenizer):
@@ -125,7 +149,7 @@ class Writer:
         return meta
 
     def _new(self):
-        self.path = self.folder / ".part"
+        self.path = self.folder / PART
         self.file, self.tokens, self.sha256 = open(self.path, "wb"), 0, hashlib.sha256()
 
     def _finish(self):

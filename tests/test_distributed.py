@@ -11,10 +11,12 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TOY_RUN, python, toy_config, toy_model, toy_tokens
+from conftest import ROOT, TOY_RUN, call, python, toy_config, toy_model, toy_tokens
 from safetensors.torch import load_file
 
-from gpt import BLOCKS, checkpoint, distributed
+import train
+from gpt import BLOCKS, checkpoint, device, distributed
+from gpt.device import Compute
 from gpt.distributed import ALONE, World, world
 from gpt.model import next_token_loss
 
@@ -44,8 +46,17 @@ def start(rank, n, port, name, arguments):
         key: str(value) for key, value in
         {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}.items()
     }
-    status = 1
+    status, largest = 1, gpt.distributed.World.largest
+
+    def asked_then(self, value):
+        found = largest(self, value)
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
     try:
+        if name == "late" and rank == 1:  # the signal comes when the processes have just agreed to go on
+            gpt.distributed.World.largest = asked_then
         train.main(arguments)
     except SystemExit as exit:
         status = exit.code or 0
@@ -115,7 +126,7 @@ MISTAKES = {
     "few": ({"batch_size": 1}, "batch_size must be a multiple of the 2 processes (1). Use 2."),
     "micro": ({"micro_batch_size": 8}, "micro_batch_size must divide batch_size / 2 (8 and 4). Use 1, 2 or 4."),
     "missing": ({"data": "nowhere.txt"}, "no corpus of that name and no such file"),
-    "float16": ({"shard": True, "dtype": "float16"}, "no such number format on cpu (float16)"),
+    "float16": ({"dtype": "float16"}, "no such number format on cpu (float16)"),
     "there": ({}, "the output folder is not a run"),
 }
 
@@ -140,12 +151,17 @@ def planned(data):
     yield "resumed", (4, [*again, str(STEPS), "--no-shard"], None)
     for name, n in (("dropout", 1), ("dropout2", 2), ("dropout2-again", 2)):
         yield name, job(n, name, dropout=0.3)
+    for n in (1, 2):
+        yield f"one-letter{n}", job(n, f"one-letter{n}", data="same.txt", batch_size=n, dropout=0.3, steps=1)
     for name, (settings, _) in MISTAKES.items():
         yield name, job(2, name, **settings)
     yield "differ", (2, [flags(data=data, out="differ", seed=seed) for seed in (1, 2)], None)
     yield "diverged", job(2, "diverged", norm="none", lr=1e30, warmup_steps=0)
+    yield "late", job(2, "late", steps=10**6)
     for name, signum in (("asked", signal.SIGTERM), ("killed", signal.SIGKILL)):
         yield name, job(2, name, (name, 1, signum), steps=10**6, save_every=1)
+    asked = flags(data=data, out="asked", steps=10**6, save_every=1)
+    yield "resume-differs", (2, [[*asked, "--resume", "auto"], [*asked, "--overwrite"]], None)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +170,7 @@ def done(tmp_path_factory):
     goes to imports."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "text.txt").write_text("".join(f"{i}: norm {i * 7919 % 101}\n" for i in range(400)), encoding="utf-8")
+    (folder / "same.txt").write_text("a" * 2000, encoding="utf-8")
     (folder / "there").mkdir()
     (folder / "there" / "x").touch()
     result = python(
@@ -188,6 +205,8 @@ def test_dropout_differs_between_processes_and_repeats(done):
     folder, _ = done
     one, two, again = (records(folder / name) for name in ("dropout", "dropout2", "dropout2-again"))
     assert two == again != one
+    alone, mean = (records(folder / f"one-letter{n}")[0]["loss"] for n in (1, 2))  # of rows that are all the same
+    assert abs(alone - mean) > 1e-5
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -199,10 +218,11 @@ def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(done, name):
         assert err.startswith("error: ") and err.count("\n") == 1 and MISTAKES[name][1] in err, err
 
 
-def test_processes_that_differ_are_refused(done):
+@pytest.mark.parametrize("name", ["differ", "resume-differs"])
+def test_processes_that_differ_are_refused(done, name):
     folder, results = done
-    assert results["differ"][0][1] == 2 and "the processes differ" in said(folder, "differ", 1, "err")
-    assert not (folder / "differ").exists()
+    assert results[name][0][1] == 2 and "the processes differ" in said(folder, name, 1, "err")
+    assert not (folder / "differ").exists() and (folder / "asked" / "last").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_all(done):
@@ -211,10 +231,11 @@ def test_a_loss_that_is_not_finite_ends_all(done):
     assert all("the run diverged" in said(folder, "diverged", rank, "err") for rank in range(2))
 
 
-def test_a_stop_that_one_process_is_asked_for_is_one_of_all(done):
+@pytest.mark.parametrize("name", ["asked", "late"])
+def test_a_stop_that_one_process_is_asked_for_is_one_of_all(done, name):
     folder, results = done
-    assert results["asked"][0] == [128 + signal.SIGTERM] * 2
-    assert "stopped at step" in said(folder, "asked", 0, "out") and said(folder, "asked", 1, "out") == ""
+    assert results[name][0] == [128 + signal.SIGTERM] * 2, said(folder, name, 1, "err")
+    assert "stopped at step" in said(folder, name, 0, "out") and said(folder, name, 1, "out") == ""
 
 
 def test_a_process_that_is_lost_is_noticed(done):
@@ -274,6 +295,21 @@ def test_the_last_words_of_a_job_are_those_of_the_process_that_failed(tmp_path, 
     command += flags(data=text_file, out="r", norm="none", lr=1e30, warmup_steps=0)
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and "the run diverged (step" in result.stderr.partition("Root Cause")[2]
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # on a stream that is captured
+def test_torchrun_is_told_of_a_mistake(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    status, _, err = call(train, "--steps", 0, capsys=capsys)
+    assert status == 2 and "steps is out of range (0)" in err
+    assert "steps is out of range (0)" in json.loads((tmp_path / "error.json").read_text("utf-8"))["message"]["message"]
+
+
+def test_shards_want_a_format_without_a_scaler(monkeypatch):
+    monkeypatch.setattr(distributed, "world", lambda: World(size=2, local_size=2))
+    monkeypatch.setattr(device, "choose", lambda *arguments: Compute("cuda", "float16", "off"))
+    with pytest.raises(ValueError, match=r"--shard works in bfloat16 or float32 \(float16\)\. Give --dtype float32"):
+        train.train(toy_config(shard=True))
 
 
 def test_the_environment_of_torchrun_is_read(monkeypatch):

@@ -253,7 +253,7 @@ def test_one_process_trains_into_a_run(run, capsys):
             time.sleep(0.05)
         for how in ("--resume", "--overwrite"):
             status, _, err = call(train, how, "--out", "r", "--data", "text.txt", *FLAGS, capsys=capsys)
-            assert status == 2 and "another process trains here" in err and err.count("\n") == 1, err
+            assert status == 2 and "another process works here" in err and err.count("\n") == 1, err
         assert call(sample, "r", "--max-new-tokens", 5, capsys=capsys)[0] == 0
     finally:
         process.send_signal(signal.SIGKILL)

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TOY_RUN, call, toy_config
+from conftest import ROOT, TOY_RUN, call, python, toy_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,8 +46,9 @@ def test_a_cut_changes_no_id(text, size):
     assert [i for piece in found for i in BPE.encode(piece)] == BPE.encode(text).tolist()
 
 
-def test_a_text_is_cut_in_pieces_of_the_size_that_is_asked_for():
-    pieces = blocks("one two three " * 100, 100)
+@pytest.mark.parametrize("space", [" ", "\n", "\r\n", "\t"])
+def test_a_text_is_cut_in_pieces_of_the_size_that_is_asked_for(space):
+    pieces = blocks(f"one{space}two{space}three{space}" * 100, 100)
     assert len(pieces) > 10 and max(map(len, pieces)) < 120
 
 
@@ -92,7 +93,8 @@ def test_the_shards_hold_the_ids_of_documents_encoded_whole(texts, tmp_path, cap
     assert [shard["tokens"] for shard in meta["shards"][:-1]] == [5000] * (len(expected) // 5000)
     there = {path.name for path in (tmp_path / "p").iterdir()}
     assert there == {"meta.json", ".lock", *(shard["name"] for shard in meta["shards"])}
-    assert sum((tmp_path / "p" / name).stat().st_size for name in there) - (tmp_path / "p" / "meta.json").stat().st_size
+    size = sum((tmp_path / "p" / shard["name"]).stat().st_size for shard in meta["shards"])
+    assert size == len(expected) * np.dtype(tokenizer.dtype).itemsize
     status, _, err = call(prepare, folder, *flags, capsys=capsys)
     assert status == 2 and "there is a prepared corpus already" in err and "--overwrite" in err
     assert call(prepare, folder / "b.jsonl", *flags, "--overwrite", capsys=capsys)[0] == 0
@@ -178,18 +180,22 @@ def test_a_prepared_corpus_trains_and_resumes_and_wants_its_own_tokenizer(texts,
 
 MISTAKES = [
     (["nowhere"], "no such file or folder"),
-    (["empty"], "no .txt, .jsonl, .txt.gz, .jsonl.gz file in the folder"),
-    (["bad.txt"], "bad.txt: 'utf-8' codec can't decode byte 0xff"),
+    (["empty"], "no .txt, .txt.gz, .jsonl, .jsonl.gz file in the folder"),
+    (["bad.txt"], f"bad.txt: byte {2**20 + 3} is not UTF-8"),
+    (["end.txt"], "end.txt: it ends within a character"),
     (["bad.jsonl"], 'line 2 is no object with a "text"'),
     (["list.jsonl"], 'line 1 is no object with a "text"'),
     (["cut.txt.gz"], "Compressed file ended before"),
     (["not.txt.gz"], "Not a gzipped file"),
     (["none.txt"], "there is no text in the files"),
     (["good.txt", "--workers", "0"], "workers is out of range (0)"),
+    (["good.txt", "--workers", "62"], "workers is out of range (62). It must be from 1 to 61."),
     (["good.txt", "--shard-tokens", "0"], "shard_tokens is out of range (0)"),
     (["good.txt", "--tokenizer", "gtp2"], "unknown tokenizer (gtp2). Did you mean gpt2?"),
     (["good.txt", "--out", "empty/.."], "the output folder is not a prepared corpus"),
-    (["good.txt", "--out", "good.txt/x"], "error: "),
+    (["good.txt", "--out", "good.txt/x"], "cannot make the folder"),
+    (["good.txt", "--out", "good.txt"], "cannot make the folder"),
+    (["good.txt", "--out", "theirs", "--overwrite"], "the output folder is not a prepared corpus"),
 ]
 
 
@@ -199,8 +205,12 @@ MISTAKES = [
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "theirs").mkdir()
+    for name in ("meta.json", "thesis.txt"):
+        (tmp_path / "theirs" / name).write_text("{}", encoding="utf-8")
     for name, content in (
-        ("bad.txt", b"abc\xff"),
+        ("bad.txt", b"\n" * 2**20 + b"abc\xff"),
+        ("end.txt", "ab é".encode()[:-1]),
         ("bad.jsonl", b'{"text": "a"}\n{"text": 3}\n'),
         ("list.jsonl", b"[" * 100_000),
         ("cut.txt.gz", gzip.compress(b"text " * 1000)[:-20]),
@@ -211,7 +221,37 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message
         (tmp_path / name).write_bytes(content)
     status, out, err = call(prepare, "--out", "p", "--workers", 1, *arguments, capsys=capsys)
     assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
-    assert not (tmp_path / "p" / "meta.json").exists()
+    assert not (tmp_path / "p" / "meta.json").exists() and (tmp_path / "theirs" / "thesis.txt").exists()
+
+
+def test_a_folder_of_texts_may_have_a_meta_json_of_its_own(tmp_path):
+    for name in ("meta.json", "thesis.txt"):
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    assert corpus.load(str(tmp_path), Bytes()).tobytes() == b"text"
+
+
+def test_deleting_a_prepared_corpus_leaves_other_files(tmp_path, capsys):
+    written(tmp_path / "p", range(33))
+    (tmp_path / "p" / "notes.md").touch()
+    (tmp_path / "t.txt").write_text("text", encoding="utf-8")
+    flags = ["--tokenizer", "bytes", "--out", tmp_path / "p", "--workers", 1, "--overwrite"]
+    assert call(prepare, tmp_path / "t.txt", *flags, capsys=capsys)[0] == 0
+    assert {path.name for path in (tmp_path / "p").iterdir()} == {"00000.bin", "meta.json", "notes.md", ".lock"}
+    assert np.asarray(corpus.load(str(tmp_path / "p"), Bytes())).tobytes() == b"text"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="limits of POSIX")
+def test_more_shards_than_files_may_be_open_are_refused_by_name(tmp_path):
+    import resource
+
+    written(tmp_path / "p", range(300), size=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = f"import resource, sys; sys.path.insert(0, {str(ROOT)!r})"
+    code += "; resource.setrlimit(resource.RLIMIT_NOFILE, (90, {}))"
+    code += f"; from gpt import corpus, tokenizer; corpus.load({str(tmp_path / 'p')!r}, tokenizer.GPT2BPE())"
+    assert python("-c", code.format(limits[1]), cwd=tmp_path).returncode == 0  # which raises the limit
+    result = python("-c", code.format(90), cwd=tmp_path)
+    assert "ValueError: too many shards (300). Allow more open files: ulimit -n." in result.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
@@ -240,7 +280,7 @@ def test_a_killed_preparation_goes_on_and_leaves_no_worker_behind(tmp_path, caps
     noted = json.loads((tmp_path / "p" / ".progress.json").read_text("utf-8"))["shards"]
     kept = {shard["name"]: (tmp_path / "p" / shard["name"]).stat().st_mtime_ns for shard in noted}
     assert not (tmp_path / "p" / "meta.json").exists()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"not prepared to its end \(.*\)\. Start data/prepare.py again"):
         corpus.load(str(tmp_path / "p"), BPE)
     status, _, err = call(prepare, *flags[1:], capsys=capsys)
     assert status == 2 and "a part of another corpus" in err
