@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from gpt.command_line import CommandLine
-from gpt.config import MODEL_SETTINGS, ModelConfig, TrainConfig
+from gpt.config import MODEL_SETTINGS, ModelConfig, TrainConfig, unknown
 
+DEPTH = 24  # by default, that the differences show
 SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
 STACKS = {  # the lesson's twelve random layers
     "plain 0.7": {"gain": 0.7},
@@ -63,11 +64,13 @@ def table(profiles: dict, start: int = 1):
 
 def probe(given: dict):
     """Measure what the command line names, print it and draw it."""
-    from gpt import plots, pretrained
+    from gpt import BLOCKS, plots, pretrained
     from gpt.depth import random_stack
 
     names, out, seed = given.pop("what"), given.pop("out"), given.pop("seed")
     TrainConfig(seed=seed)  # checks it
+    if Path(out).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"no such kind of picture ({out}). Name a .png, .svg or .pdf.")
     start, along_training = 1, None
     run = next((name for name in names if Path(name, "last").exists() or pretrained.recognizes(name)), None)
     if (run or "stack" in names) and (len(names) > 1 or given):
@@ -81,7 +84,11 @@ def probe(given: dict):
         profiles, title = probe_weights(run), f"{run}: signal and gradient by depth on {whose}"
         along_training = Path(run, "probe.jsonl") if Path(run, "probe.jsonl").exists() else None
     else:
-        config = ModelConfig(**{"n_layers": 24} | given)
+        known = [*BLOCKS, *(str(path.parent) for path in Path("runs").glob("*/last"))]
+        for name in names:
+            if name not in BLOCKS:
+                raise ValueError(unknown("placement or run", name, known))
+        config = ModelConfig(**{"n_layers": DEPTH} | given)
         profiles = probe_blocks(names, config, seed)
         size = f"{config.n_layers} blocks of width {config.d_model}"
         title = f"Signal and gradient by depth at the start of training, {size}: {', '.join(names)}"
@@ -103,7 +110,7 @@ def main(argv: list[str]):
     command.add_argument(
         "what", nargs="+", metavar="BLOCK|RUN|gpt2|stack", help="placements, or a run, weights or stack"
     )
-    command.add_settings([name for name in MODEL_SETTINGS if name != "norm"])
+    command.add_settings([name for name in MODEL_SETTINGS if name != "norm"], n_layers=DEPTH)
     command.add_argument("--seed", type=int, default=1337, metavar="N", help="of the weights (default: %(default)s)")
     command.add_argument("--out", default="probe.png", metavar="FILE", help="picture (default: %(default)s)")
     given = vars(command.parse_args(argv))

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpt.command_line import CommandLine
 from gpt.config import TrainConfig, configure, lookup, read_toml
 from gpt.distributed import reported
-from gpt.report import closing
+from gpt.report import closing, stopped
 from gpt.run import StopRequest, append, forget_later_lines, held, new_run, write
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
@@ -176,7 +176,7 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
             if end:
                 break
             timed_from, clock = step, time.perf_counter()
-    return state | {"run": run, "unit": tokenizer.unit, "first": first, "signum": asked}
+    return state | {"run": run, "unit": tokenizer.unit, "first": first, "signum": asked, "processes": world.size}
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
@@ -207,16 +207,18 @@ def main(argv: list[str]):
     path, out, resume, which, overwrite = (given.pop(name) for name in options)
 
     def body():
-        if (resume or overwrite) and out is None:
-            raise ValueError("--resume and --overwrite are about the run that --out names (none). Give --out RUN.")
+        if resume not in (None, "yes", "auto"):
+            raise ValueError(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
+        if out == "" or ((resume or overwrite) and not out):
+            raise ValueError("--out names no run (none). Give --out RUN; --resume and --overwrite are about that one.")
         if resume and overwrite:
             raise ValueError("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
         if which and resume != "yes":
             raise ValueError(f"--checkpoint is where to resume from ({which}). Give --resume too.")
-        if resume not in (None, "yes", "auto"):
-            raise ValueError(f"--resume takes auto or nothing ({resume}). A configuration's file comes before it.")
         begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
         settings = (read_toml(path) if path else {}) | given
+        for name in settings.keys() & {*options[1:]}:
+            raise ValueError(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
         base = TrainConfig()
         if begun:
             from gpt.checkpoint import find, read_state
@@ -232,17 +234,15 @@ def main(argv: list[str]):
             end = train(config, out, (which or "last") if begun else None, overwrite or resume == "auto", stop)
         if end["signum"] and end["step"] < config.steps:
             if end["first"]:
-                print(f"stopped at step {end['step']}; continue with: python train.py --resume --out {end['run']}")
+                print(stopped(end))
             return 128 + end["signum"]
         if not end["first"]:
             return
         print(closing(end) + "\n")
         print(closing_sample(end["run"], config))
 
-    command.run(
-        reported(body),
-        "nobody reads the output any more (broken pipe). Continue with --resume; checkpoints are intact.",
-    )
+    unread = "nobody reads the output any more (broken pipe). What was saved is intact: --resume auto --out RUN."
+    command.run(reported(body), unread)
 
 
 if __name__ == "__main__":

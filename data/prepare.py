@@ -103,8 +103,8 @@ def lines(file):
             text = json.loads(line)["text"]
             # Half a surrogate pair, which JSON can write and UTF-8 cannot, becomes a replacement mark.
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f'line {number} is no object with a "text" ({error!r})') from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f'line {number} is no JSON object with a "text"') from None
         if text:
             yield True, text
 

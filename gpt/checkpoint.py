@@ -17,11 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from gpt.config import FORMAT, TrainConfig, configure, flat, read_json, require_same
+from gpt.config import FORMAT, TrainConfig, configure, flat, one_of, read_json, require_same, unknown
 from gpt.model import GPT
 from gpt.run import flush, write
-
-REMEDY = "Use another one: --checkpoint STEP."
 
 
 def config_to_json(config: TrainConfig) -> dict:
@@ -105,7 +103,12 @@ def find(folder: str | Path, which: str | None = None) -> Path:
             raise ValueError(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (folder / "last").exists():
+        runs = [str(path.parent) for path in Path("runs").glob("*/last")]
+        if not folder.exists() and runs:
+            raise ValueError(unknown("run", str(folder), runs))
         again = " --overwrite" if (folder / "config.json").exists() else ""  # a run that was ended before it saved
+        if not again and (folder.is_file() or (folder.exists() and any(folder.iterdir()))):
+            raise ValueError(f"that is no run ({folder.absolute()}). Name a run's folder, as runs/python-docs-pre.")
         raise ValueError(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}{again}")
     if which is None:
         which = "best" if (folder / "best").exists() else "last"
@@ -114,10 +117,21 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         step = (folder / which).read_text(encoding="utf-8").strip()
     found = path_of(folder, int(step)) if step.isdecimal() else None
     if found is None or not found.is_dir():
-        there = [name for name in ("best", "last") if (folder / name).exists()]
-        there += [str(int(path.name[5:])) for path in _checkpoints(folder)]
-        raise ValueError(f"no such checkpoint ({which} in {folder}). There are {', '.join(there)}.")
+        what = which if step == which else f"{which}, step {step},"
+        raise ValueError(f"no such checkpoint ({what} in {folder}). {_others(folder, step)}")
     return found
+
+
+def _others(run: Path, but: str) -> str:
+    """The remedy where the checkpoint of one step will not do."""
+    steps = [step for step in (str(int(path.name[5:])) for path in _checkpoints(run)) if step != but]
+    return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
+
+
+def _damaged(path: Path, error) -> ValueError:
+    folder = path if path.is_dir() else path.parent
+    remedy = _others(folder.parent, folder.name.removeprefix("step-").lstrip("0"))
+    return ValueError(f"the checkpoint is damaged ({path}: {error}). {remedy}")
 
 
 def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
@@ -129,7 +143,7 @@ def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
         if not (isinstance(config, dict) and type(step) is int and step >= 0 and isinstance(checksums, dict)):
             raise ValueError("it lacks its parts")
     except ValueError as error:
-        raise ValueError(f"the checkpoint is damaged ({path}: {error}). {REMEDY}") from None
+        raise _damaged(path, error) from None
     return state, config_from_json(config)
 
 
@@ -138,14 +152,16 @@ def load_model(folder: str | Path) -> GPT:
     checkpoint = find(folder)
     state, config = read_state(checkpoint)
     weights = _tensors(checkpoint, "model.safetensors", state)
+    if config.model.n_layers > len(weights):  # before anything is made as large as a stranger says
+        raise _damaged(checkpoint, f"{len(weights)} tensors, {config.model.n_layers} blocks")
     try:
-        if config.model.n_layers > len(weights):  # before anything is made as large as a stranger says
-            raise ValueError(f"{len(weights)} tensors, {config.model.n_layers} blocks")
         with torch.device("meta"):
             model = GPT(config.model)
         model.load_state_dict(weights, assign=True)
-    except (ValueError, RuntimeError) as error:  # other names or shapes than the configuration's, or absurd ones
-        raise ValueError(f"the checkpoint is damaged ({checkpoint}: {error}). {REMEDY}") from None
+    except ValueError as error:
+        raise ValueError(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
+    except RuntimeError as error:  # other names or shapes than the configuration's, or absurd ones
+        raise _damaged(checkpoint, error) from None
     return model
 
 
@@ -163,7 +179,7 @@ def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
     for path, value in _tensors(checkpoint, "optimizer.safetensors", state).items():
         name, _, key = path.rpartition("/")
         if name not in moments:
-            raise ValueError(f"the checkpoint is damaged ({checkpoint}: moments of {name}). {REMEDY}")
+            raise _damaged(checkpoint, f"moments of {name}")
         moments[name][key] = value
     return state, weights, moments
 
@@ -198,6 +214,6 @@ def _tensors(checkpoint: Path, name: str, state: dict) -> dict[str, torch.Tensor
             raise ValueError("its checksum differs from state.json's")
         tensors = load(content)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"the checkpoint is damaged ({path}: {error}). {REMEDY}") from None
+        raise _damaged(path, error) from None
     # What torch.compile and DDP put before the names, if somebody saved their module.
     return {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in tensors.items()}

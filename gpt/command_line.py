@@ -15,12 +15,13 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, **arguments):
         super().__init__(allow_abbrev=False, **arguments)
 
-    def add_settings(self, names=SETTINGS):
-        """One flag for each setting. What the user does not give is absent from the parsed namespace."""
+    def add_settings(self, names=SETTINGS, **defaults):
+        """One flag for each setting. What the user does not give is absent from the parsed namespace; `defaults` are
+        what it then is, where that is not the setting's own."""
         for name in names:
             kind = kind_of(name)
             how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            default = SETTINGS[name].default
+            default = defaults.get(name, SETTINGS[name].default)
             text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
             self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
 
@@ -57,7 +58,10 @@ class CommandLine(argparse.ArgumentParser):
         except ValueError as error:
             self.fail(str(error), 2)
         except (OSError, FloatingPointError) as error:
-            self.fail(str(error))
+            if getattr(error, "errno", None) is None:  # our own
+                self.fail(str(error))
+            where = error.filename or "the output"
+            self.fail(f"cannot read or write ({where}: {error.strerror}). Mend that or make room, and start again.")
         except (MemoryError, RuntimeError) as error:  # torch's, on every device, are RuntimeErrors
             if isinstance(error, RuntimeError) and "memory" not in str(error):
                 raise

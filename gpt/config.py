@@ -112,6 +112,7 @@ class TrainConfig:
         _require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
         _require(0 <= self.seed < 2**63, self, "seed", "at least 0 and below 2**63")
         _require(self.init != "", self, "init", "scratch, a name or a folder")
+        _require(self.data != "", self, "data", "a name, a file or a folder")
         _require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
         _require(0 <= self.last_lr <= self.peak_lr, self, "min_lr", f"at least 0 and at most lr, {self.peak_lr}")
         self.micro_size()
@@ -144,7 +145,7 @@ class TrainConfig:
 
 def unknown(what: str, name: str, known) -> str:
     """The message for a name that is not in `known`: the nearest ones, or all of them."""
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.5)
     hint = f"Did you mean {one_of(near)}?" if near else f"Known: {', '.join(known)}."
     return f"unknown {what} ({name}). {hint}"
 
@@ -222,10 +223,15 @@ def read_json(path: str | Path) -> dict:
 def read_toml(path: str | Path) -> dict:
     """The settings of a TOML file; ValueError if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        for name in settings:
+            if isinstance(settings[name], dict):
+                raise ValueError(f"a table, [{name}]")
+        return settings
     except OSError as error:
         found = f"{Path(path).absolute()}: {error.strerror}"
         remedy = "Name a .toml file, as configs/tiny.toml; a setting is a flag, as --steps 500."
         raise ValueError(f"cannot read the configuration ({found}). {remedy}") from None
     except (ValueError, RecursionError) as error:  # TOML's and UTF-8's errors are both ValueErrors
-        raise ValueError(f"{path} is not a TOML file ({error}). Write one `key = value` a line.") from None
+        remedy = "Write one `key = value` a line. A text to train on is --data FILE."
+        raise ValueError(f"{path} is not a TOML file of settings ({error}). {remedy}") from None

@@ -54,6 +54,8 @@ def _read(data: str) -> list[str]:
             f"no corpus of that name and no such file ({path.absolute()}). "
             f"Known names: {', '.join(CORPORA)}; else give a text file or a folder of .txt files."
         )
+    if path.name.endswith((".jsonl", ".gz")):
+        raise ValueError(f"that is no plain text ({path.absolute()}). Prepare it first: python data/prepare.py {path}")
     if not path.is_dir():
         return [_text(path)]
     files = sorted(file for file in path.rglob("*.txt") if file.is_file())

@@ -54,3 +54,9 @@ def closing(end: dict) -> str:
                 f"the validation loss rises since step {end['best_step']}; sample.py takes the checkpoint there"
             )
     return "\n".join([*lines, f"run {run}; more of this: python sample.py {run}"])
+
+
+def stopped(end: dict) -> str:
+    """How to go on with a run that was stopped, from what `train` returns."""
+    launcher = "python" if end["processes"] == 1 else f"torchrun --nproc_per_node {end['processes']}"
+    return f"stopped at step {end['step']}; continue with: {launcher} train.py --resume --out {end['run']}"

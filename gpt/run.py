@@ -118,5 +118,6 @@ class StopRequest:
             signal.signal(each, signal.SIG_DFL)
 
     def __exit__(self, *exception):
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+        if self.signum is None:  # else the program is about to end, and a second signal may end it
+            for signum, handler in self._before.items():
+                signal.signal(signum, handler)

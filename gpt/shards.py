@@ -96,7 +96,7 @@ def read(folder: Path, tokenizer) -> Shards:
     if theirs != identity(tokenizer):
         found = f"{theirs.get('name')}, not {tokenizer.name}"
         raise ValueError(
-            f"the corpus was prepared for another tokenizer ({found}). Give --tokenizer, or prepare it again."
+            f"the corpus was prepared for another tokenizer ({found}). Give --tokenizer {theirs.get('name')}."
         )
     return shards
 
@@ -117,7 +117,6 @@ class Writer:
             if progress.get("source") != self.source:
                 raise ValueError(f"the folder has a part of another corpus ({folder.absolute()}). Give --overwrite.")
             self.shards, self.position, self.skip = (progress[name] for name in ("shards", "position", "skip"))
-        self._note()
         self._new()
 
     def add(self, ids: np.ndarray):
@@ -145,7 +144,7 @@ class Writer:
         meta = {"tokenizer": self.identity, "dtype": self.dtype.name, "shards": self.shards, **counts}
         meta["tokens"] = sum(shard["tokens"] for shard in self.shards)
         write(self.folder / META, json.dumps(meta, indent=1))
-        (self.folder / PROGRESS).unlink()
+        (self.folder / PROGRESS).unlink(missing_ok=True)
         return meta
 
     def _new(self):

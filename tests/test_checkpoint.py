@@ -111,13 +111,13 @@ def test_best_last_and_how_many_are_kept(tmp_path):
     for which, step in wanted.items():
         assert checkpoint.find(tmp_path, which).name == f"step-{step:06d}"
     for which in ("6", "newest", "../last", "step-000008", ""):
-        with pytest.raises(ValueError, match=r"There are best, last, 4, 8, 10\."):
+        with pytest.raises(ValueError, match=r"Use another one: --checkpoint 4, 8 or 10\."):
             checkpoint.find(tmp_path, which)
 
 
 def test_without_a_best_the_last_is_taken(tmp_path):
     save(tmp_path, *trained(), step=3, best_step=None)
-    with pytest.raises(ValueError, match=r"no such checkpoint \(best in .*\)\. There are last, 3\."):
+    with pytest.raises(ValueError, match=r"no such checkpoint \(best in .*\)\. Use another one: --checkpoint 3\."):
         checkpoint.find(tmp_path, "best")
     assert checkpoint.find(tmp_path).name == "step-000003" and names(tmp_path) == ["last", "step-000003"]
 
@@ -254,3 +254,23 @@ def test_a_run_of_before_there_was_a_choice_is_adamws_and_rates_are_stored_as_th
     assert (stored["lr"], stored["min_lr"]) == (1e-3, 1e-4)
     del stored["optimizer"]
     assert checkpoint.config_from_json(stored).optimizer == "adamw"
+
+
+def test_a_remedy_names_what_there_is(tmp_path):
+    save(tmp_path, *trained(), step=3)
+    (tmp_path / "last").write_text("99", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"no such checkpoint \(last, step 99, in .*\)\. Use another one: --checkpoint 3\."
+    ):
+        checkpoint.find(tmp_path, "last")
+    (tmp_path / "step-000003" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"the checkpoint is damaged \(.*\)\. There is no other one: train again\."):
+        checkpoint.load_model(tmp_path / "step-000003")
+
+
+def test_a_placement_that_is_gone_is_no_damage(tmp_path, monkeypatch):
+    monkeypatch.setitem(BLOCKS, "mine", BLOCKS["pre"])
+    save(tmp_path, *trained("mine"), step=3)
+    monkeypatch.delitem(BLOCKS, "mine")
+    with pytest.raises(ValueError, match=r"model cannot be made \(.*unknown norm \(mine\).*\)\. Put its code back\."):
+        checkpoint.load_model(tmp_path / "step-000003")

@@ -101,8 +101,17 @@ BAD_TRAIN = [
     (["--device", "cuda:7"], "the device is not there (cuda:7"),
     (["--tokenizer", "byte"], "unknown tokenizer (byte). Did you mean bytes?"),
     (["--micro-batch-size", "3"], "must divide batch_size"),
-    (["--resume"], "--resume and --overwrite are about the run that --out names"),
-    (["--overwrite"], "--resume and --overwrite are about the run that --out names"),
+    (["--resume"], "--out names no run (none). Give --out RUN"),
+    (["--overwrite"], "--out names no run (none). Give --out RUN"),
+    (["--out", ""], "--out names no run (none). Give --out RUN"),
+    (["--data", ""], "data is out of range ()"),
+    (["--data", "text.jsonl"], "that is no plain text"),
+    (["text.txt"], "text.txt is not a TOML file of settings"),
+    (["flag.toml"], "that is a flag and no setting (out in flag.toml). Give --out."),
+    (["table.toml"], "a table, [model]"),
+    (["--tokenizer", "GPT2"], "unknown tokenizer (GPT2). Did you mean gpt2?"),
+    (["--resume", "--out", "text.txt"], "that is no run ("),
+    (["--resume", "--out", "nothing"], "no checkpoint there"),
     (["--overwrite", "--resume", "--out", "r"], "Give one of them"),
     (["--resume", "r", "--out", "r"], "--resume takes auto or nothing (r)"),
     (["--resume", "auto", "--checkpoint", "3", "--out", "r"], "--checkpoint is where to resume from (3)"),
@@ -118,6 +127,9 @@ BAD_TRAIN = [
 )
 def test_a_mistake_in_training_is_one_line_and_nothing_is_written(here, capsys, arguments, message):
     (here / "bad.toml").write_text("n_layer = 3", encoding="utf-8")
+    (here / "flag.toml").write_text("out = 'x'", encoding="utf-8")
+    (here / "table.toml").write_text("[model]\nn_layers = 3", encoding="utf-8")
+    (here / "text.jsonl").write_text('{"text": "a"}', encoding="utf-8")
     (here / "empty.txt").write_bytes(b"")
     (here / "short.txt").write_bytes(b"x" * 20)
     (here / "latin.txt").write_bytes("é".encode("latin-1") * 500)
@@ -129,7 +141,10 @@ def test_a_mistake_in_training_is_one_line_and_nothing_is_written(here, capsys, 
 
 
 BAD_SAMPLE = [
-    (["nowhere"], "no checkpoint there"),
+    (["nowhere"], "unknown run (nowhere). Known: runs/text-pre."),
+    (["runs/text-per"], "unknown run (runs/text-per). Did you mean runs/text-pre?"),
+    (["text.txt"], "that is no run ("),
+    (["runs"], "that is no run ("),
     (["--top-k", "0"], "top_k is out of range (0)"),
     (["--top-k", "257"], "top_k is out of range (257)"),
     (["--top-p", "1.5"], "top_p is out of range (1.5)"),

@@ -119,7 +119,8 @@ def test_a_run_at_its_end_and_along_training(tmp_path, text_file, capsys):
 def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, message in (
-        (["pree"], "unknown norm (pree). Did you mean pre"),
+        (["pree"], "unknown placement or run (pree). Did you mean pre"),
+        (["pre", "--out", "a.xyz"], "no such kind of picture (a.xyz). Name a .png, .svg or .pdf."),
         (["pre", "stack"], "nothing can be added to stack (pre, stack)"),
         (["stack", "--n-layers", 3], "nothing can be added to stack (stack, n_layers)"),
         (["pre", "--n-heads", 5], "n_heads must divide d_model"),
