@@ -16,7 +16,7 @@ def sample(given, stack):
     from gpt.run import newest_run
     from gpt.tokenizer import TOKENIZERS
 
-    compute = device.choose(given.device, given.dtype, "off", device.look(given.device))
+    compute = device.choose(given.device, given.dtype, "off", device.look(given.device), training=False)
     source = given.run or newest_run()
     if pretrained.recognizes(source):
         if given.checkpoint:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.distributed import ALONE, World
+from gpt.distributed import ALONE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,11 +70,12 @@ def look(device: str) -> Machine:
     )
 
 
-def choose(device: str, dtype: str, compile: str, machine: Machine, world: World = ALONE) -> Compute:
+def choose(device: str, dtype: str, compile: str, machine: Machine, world=ALONE, training=True) -> Compute:
     """What the user asked for, "auto" settled, on a machine that has it. Pure; raises ValueError where it has not.
 
     Devices: CUDA, a GPU for each of several processes, else Apple's GPU, else the CPU. Formats: bfloat16 on a GPU that
-    computes in it, else float16 with a loss scaler; float32 on the others. Compilation: on CUDA.
+    computes in it, else float16 with a loss scaler; float32 on the others. Compilation: on CUDA. `world` are the
+    processes; what is not for `training` may use float16 on a CPU.
     """
     if device == "auto":
         device = "cuda" if machine.cuda else "mps" if machine.mps and world.size == 1 else "cpu"
@@ -95,7 +96,7 @@ def choose(device: str, dtype: str, compile: str, machine: Machine, world: World
             raise ValueError(f"more processes than GPUs ({found}). Use --nproc_per_node {machine.cuda}.")
         device = f"cuda:{world.local_rank}"
     formats = {
-        "cpu": ["float32", "bfloat16"],
+        "cpu": ["float32", "bfloat16"] if training else ["float32", "bfloat16", "float16"],
         "cuda": ["bfloat16", "float16", "float32"] if machine.bfloat16 else ["float16", "float32"],
         "mps": ["float32"],
     }[kind]

@@ -52,6 +52,11 @@ def test_what_is_refused(device, dtype, machine, message):
         choose(device, dtype, "off", machine)
 
 
+def test_a_cpu_samples_in_float16_and_does_not_train_in_it():
+    assert choose("cpu", "float16", "off", CPU, training=False) == Compute("cpu", "float16", "off")
+    assert choose("auto", "auto", "off", CPU, training=False) == Compute("cpu", "float32", "off")
+
+
 def test_the_scaler_is_on_for_float16_alone():
     for dtype in devices.DTYPES:
         with pytest.MonkeyPatch.context() as patch:
