@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from gpt.config import FORMAT, TrainConfig, configure, flat, one_of, read_json, require_same, unknown
-from gpt.model import GPT
+from gpt.model import GPT, shape_only
 from gpt.run import flush, write
 
 
@@ -155,8 +155,7 @@ def load_model(folder: str | Path) -> GPT:
     if config.model.n_layers > len(weights):  # before anything is made as large as a stranger says
         raise _damaged(checkpoint, f"{len(weights)} tensors, {config.model.n_layers} blocks")
     try:
-        with torch.device("meta"):
-            model = GPT(config.model)
+        model = shape_only(config.model)
         model.load_state_dict(weights, assign=True)
     except ValueError as error:
         raise ValueError(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None

@@ -63,6 +63,22 @@ class GPT(nn.Module):
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
+class _NoStart(torch.overrides.TorchFunctionMode):
+    """Within it torch.nn.init leaves tensors as they are."""
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return named["tensor"] if named else arguments[0]
+        return function(*arguments, **(named or {}))
+
+
+def shape_only(config: ModelConfig) -> GPT:
+    """A GPT whose weights have no memory yet (torch's device "meta"), to be loaded with `assign=True`. That nothing is
+    drawn for them saves a second: torch would import its compiler to draw nothing."""
+    with torch.device("meta"), _NoStart():
+        return GPT(config)
+
+
 class _HeadLoss(torch.autograd.Function):
     """`next_token_loss` of the logits z = E x of all tokens, and its gradient, for some of the tokens at a time: the
     logits of GPT-2 are 65 times as large as the stream, and never all there. For one token with target t

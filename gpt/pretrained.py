@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from gpt import hub, published
 from gpt.config import ModelConfig, TrainConfig, read_json, require_same
-from gpt.model import GPT
+from gpt.model import GPT, shape_only
 from gpt.run import flush
 
 # Published module -> ours, and whether its weight is stored [in, out] and has to be transposed, which the shape of a
@@ -95,8 +95,7 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     require_same(shortened, config, f"{folder} has")
     if config.n_layers > len(stored):
         raise ValueError(f"the weights are not all there ({folder}: {len(stored)} tensors). Get them again.")
-    with torch.device("meta"):
-        model = GPT(config)
+    model = shape_only(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     places = table("gpt2" if config.norm == "pre" else "openai-gpt", config.n_layers)
     weights, wrong = {}, []

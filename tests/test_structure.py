@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,7 +13,9 @@ import pytest
 import torch
 from conftest import ROOT, TOY, toy_model
 
+import train
 from gpt import BLOCKS, GPT, ModelConfig
+from gpt.config import configure
 from gpt.pretrained import export
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,6 +79,17 @@ def test_importing_the_package_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_sampling_does_not_wait_for_the_compiler(tmp_path):
+    (tmp_path / "text.txt").write_text("norm " * 400, encoding="utf-8")
+    train.train(
+        configure(TOY | {"data": str(tmp_path / "text.txt"), "steps": 1, "warmup_steps": 0}), str(tmp_path / "r")
+    )
+    code = "import sys, sample; sys.exit = print; sample.main(['r', '--max-new-tokens', '3']); "
+    code += "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env=environment)
+
+
 def test_the_readmes_file_map_is_the_tree():
     section = README.split("## Files")[1].split("```")[1]
     listed = {line.split()[0] for line in section.splitlines() if line and not line.startswith(" ")}
@@ -85,6 +99,7 @@ def test_the_readmes_file_map_is_the_tree():
         "data/gpt2/",
         "docs/",
         "tests/",
+        "benchmarks/speed.py",
     }
     assert listed == here - {"gpt/__init__.py"}
 
