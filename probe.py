@@ -66,6 +66,7 @@ def probe(given: dict):
     """Measure what the command line names, print it and draw it."""
     from gpt import BLOCKS, plots, pretrained
     from gpt.depth import random_stack
+    from gpt.run import saved_runs
 
     names, out, seed = given.pop("what"), given.pop("out"), given.pop("seed")
     TrainConfig(seed=seed)  # checks it
@@ -84,10 +85,9 @@ def probe(given: dict):
         profiles, title = probe_weights(run), f"{run}: signal and gradient by depth on {whose}"
         along_training = Path(run, "probe.jsonl") if Path(run, "probe.jsonl").exists() else None
     else:
-        known = [*BLOCKS, *(str(path.parent) for path in Path("runs").glob("*/last"))]
         for name in names:
             if name not in BLOCKS:
-                raise ValueError(unknown("placement or run", name, known))
+                raise ValueError(unknown("placement or run", name, [*BLOCKS, *map(str, saved_runs())]))
         config = ModelConfig(**{"n_layers": DEPTH} | given)
         profiles = probe_blocks(names, config, seed)
         size = f"{config.n_layers} blocks of width {config.d_model}"

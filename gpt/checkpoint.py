@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 
 from gpt.config import FORMAT, TrainConfig, configure, flat, one_of, read_json, require_same, unknown
 from gpt.model import GPT, shape_only
-from gpt.run import flush, write
+from gpt.run import flush, saved_runs, write
 
 
 def config_to_json(config: TrainConfig) -> dict:
@@ -103,9 +103,8 @@ def find(folder: str | Path, which: str | None = None) -> Path:
             raise ValueError(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (folder / "last").exists():
-        runs = [str(path.parent) for path in Path("runs").glob("*/last")]
-        if not folder.exists() and runs:
-            raise ValueError(unknown("run", str(folder), runs))
+        if not folder.exists() and (runs := saved_runs()):
+            raise ValueError(unknown("run", str(folder), [str(run) for run in runs]))
         again = " --overwrite" if (folder / "config.json").exists() else ""  # a run that was ended before it saved
         if not again and (folder.is_file() or (folder.exists() and any(folder.iterdir()))):
             raise ValueError(f"that is no run ({folder.absolute()}). Name a run's folder, as runs/python-docs-pre.")
@@ -118,20 +117,19 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     found = path_of(folder, int(step)) if step.isdecimal() else None
     if found is None or not found.is_dir():
         what = which if step == which else f"{which}, step {step},"
-        raise ValueError(f"no such checkpoint ({what} in {folder}). {_others(folder, step)}")
+        raise ValueError(f"no such checkpoint ({what} in {folder}). {_others(folder)}")
     return found
 
 
-def _others(run: Path, but: str) -> str:
-    """The remedy where the checkpoint of one step will not do."""
-    steps = [step for step in (str(int(path.name[5:])) for path in _checkpoints(run)) if step != but]
+def _others(run: Path, but: Path | None = None) -> str:
+    """The remedy where one checkpoint is not there, or will not do."""
+    steps = [int(path.name[5:]) for path in _checkpoints(run) if path != but]
     return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
 
 def _damaged(path: Path, error) -> ValueError:
     folder = path if path.is_dir() else path.parent
-    remedy = _others(folder.parent, folder.name.removeprefix("step-").lstrip("0"))
-    return ValueError(f"the checkpoint is damaged ({path}: {error}). {remedy}")
+    return ValueError(f"the checkpoint is damaged ({path}: {error}). {_others(folder.parent, but=folder)}")
 
 
 def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:

@@ -103,9 +103,10 @@ def joined(world: World, device: str):
         f"waiting for all {world.size} processes to meet at {place}. Can every machine reach it, by the interface "
         "in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME?\n"
     )
-    hint = threading.Timer(60, sys.stderr.write, [text] if world.local_rank == 0 else [""])
+    hint = threading.Timer(60, sys.stderr.write, [text])
     hint.daemon = True
-    hint.start()
+    if world.local_rank == 0:
+        hint.start()
     try:
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's handler would wait as long as this does
         dist.init_process_group(backend, timeout=timedelta(minutes=30))

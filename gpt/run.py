@@ -60,12 +60,17 @@ def held(run: Path):
         yield
 
 
+def saved_runs(runs: Path = Path("runs")) -> list[Path]:
+    """The runs that have saved, the one that saved last at the end."""
+    return [path.parent for path in sorted(runs.glob("*/last"), key=lambda path: path.stat().st_mtime)]
+
+
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run that saved last. Raises ValueError if there is none."""
-    saved = sorted(runs.glob("*/last"), key=lambda path: path.stat().st_mtime)
+    saved = saved_runs(runs)
     if not saved:
         raise ValueError(f"no run yet ({runs.absolute()}). Train one first: python train.py --norm pre")
-    return saved[-1].parent
+    return saved[-1]
 
 
 def write(path: Path, text: str):

@@ -17,6 +17,18 @@ SHARED = ROOT.parent / "shared" / "data"
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# For a process that imports once and forks for each run, since most of the time of a process goes to imports.
+IMPORTS = """
+import json, os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
+import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.device, gpt.distributed, gpt.generate, gpt.optim
+import gpt.pretrained
+import pydoc_data.topics, tqdm, train
+from gpt.config import configure
+"""
+
 TOY = {"n_layers": 2, "n_heads": 2, "d_model": 32, "context_length": 16}
 TOY_RUN = TOY | {"batch_size": 4, "eval_every": 4, "log_every": 1, "warmup_steps": 2, "val_fraction": 0.2}
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TOY_RUN, call, python, toy_config, toy_model, toy_tokens
+from conftest import IMPORTS, ROOT, TOY_RUN, call, python, toy_config, toy_model, toy_tokens
 from safetensors.torch import load_file
 
 import train
@@ -25,14 +25,10 @@ STEPS = 4
 SETTINGS = {"steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "batch_size": 8, "val_fraction": 0.05, "eval_every": 1}
 SETTINGS |= {"probe_every": 2, "adam_eps": 1e-3}  # large, or else Adam makes much of rounding where gradients are tiny
 
-# Imports once and forks for each process of each job, as torchrun would start them.
-FORKS = """
-import json, os, signal, sys, time
-import torch
-torch.set_num_threads(1)
-torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
-import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.device, gpt.distributed, gpt.generate, gpt.optim
-import gpt.pretrained, pydoc_data.topics, tqdm, train
+# Forks for each process of each job, as torchrun would start them.
+FORKS = (
+    IMPORTS
+    + """
 import torch.distributed.fsdp, torch.distributed.checkpoint.state_dict
 train.closing_sample = lambda run, config: ""  # takes as long as all the rest
 
@@ -83,6 +79,7 @@ for name, (n, arguments, event) in json.loads(sys.argv[1]).items():
     results[name] = [statuses, time.monotonic() - started]
 print(json.dumps(results))
 """
+)
 
 
 def flags(**settings) -> list[str]:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TOY_RUN, call, python, toy_config, toy_model
+from conftest import IMPORTS, ROOT, TOY_RUN, call, python, toy_config, toy_model
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -35,17 +35,6 @@ def run(tmp_path, text_file, monkeypatch):
     return tmp_path / "r"
 
 
-# Imports once and forks for each run, since most of the time of a process goes to imports.
-IMPORTS = """
-import json, os, random, signal, sys, time
-import torch
-torch.set_num_threads(1)
-torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
-import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.device, gpt.distributed, gpt.generate, gpt.optim
-import gpt.pretrained
-import pydoc_data.topics, tqdm, train
-from gpt.config import configure
-"""
 KILLS = """
 config = configure(json.loads(sys.argv[1]))
 
