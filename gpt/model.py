@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt.blocks import BLOCKS, make_norm
 from gpt.config import ModelConfig, lookup, unknown
+from gpt.layers import linear
 from gpt.norms import NORMS
 
 
@@ -53,7 +54,7 @@ class GPT(nn.Module):
 
     def readout(self, x):
         """The stream (B, T, d_model) -> logits (B, T, vocab_size)."""
-        return F.linear(self.final_norm(x), self.token_embedding.weight)
+        return linear(self.final_norm(x), self.token_embedding.weight)
 
     def count_parameters(self, kind: str = "all") -> int:
         """Numbers that are trained, in the whole model ("all") or in its normalization layers ("norm")."""

@@ -6,6 +6,7 @@ from gpt import BLOCKS
 from gpt import device as devices
 from gpt.device import Compute, Machine, choose
 from gpt.distributed import ALONE, World
+from gpt.layers import linear
 
 CPU, AMPERE, OLD, APPLE = Machine(), Machine(cuda=2, bfloat16=True), Machine(cuda=1), Machine(mps=True)
 
@@ -152,8 +153,25 @@ def test_a_model_made_ready_for_sampling_is_the_same_and_as_large(norm):
     expected, shapes = model(tokens), {name: tensor.shape for name, tensor in model.state_dict().items()}
     ready = devices.for_sampling(model, Compute("cpu", "float32", "off"))
     assert ready is model and torch.allclose(model(tokens), expected, atol=1e-5)
+    assert torch.allclose(model(tokens[:1, :5]), expected[:1, :5], atol=1e-5)
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
-    assert model.blocks[0].mlp.up.weight.stride() == (1, model.blocks[0].mlp.up.weight.size(0))
+    by_columns = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    assert model.blocks[0].mlp.up.weight.is_contiguous() != by_columns
     half = devices.for_sampling(model, Compute("cpu", "bfloat16", "off"))(tokens)
     assert half.dtype == torch.bfloat16 and torch.allclose(half.float(), expected, atol=0.3)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_product_by_columns_is_the_product(dtype, tolerance, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, dtype)
+    for shape in ((0, 1, 6), (1, 1, 6), (1, 7, 6), (8, 1, 6), (9, 1, 6), (2, 2, 1)):
+        x = torch.randn(shape, generator=generator).to(dtype)
+        weight = torch.randn(5, shape[-1], generator=generator).to(dtype)
+        for bias in (None, torch.randn(5, generator=generator).to(dtype)):
+            expected = torch.nn.functional.linear(x, weight, bias)
+            got = linear(x, weight.t().contiguous().t(), bias)
+            assert got.shape == expected.shape and torch.allclose(got, expected, atol=tolerance, rtol=tolerance)

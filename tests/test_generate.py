@@ -24,9 +24,11 @@ def test_the_cache_changes_nothing_also_past_the_context(norm, length):
 
 @pytest.mark.parametrize("norm", BLOCKS)
 @pytest.mark.parametrize("chunk", [1, 3, 16])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float64", 1e-10), ("float32", 1e-4), ("float16", 0.1), ("bfloat16", 0.5)]
+)
 def test_cached_logits_in_chunks_are_those_of_one_pass(norm, chunk, dtype, tolerance):
-    model, tokens = toy_model(norm=norm).to(dtype), toy_tokens()
+    model, tokens = toy_model(norm=norm).to(getattr(torch, dtype)), toy_tokens()
     for block in model.blocks:
         block.attn.cache = KVCache(16)
     parts = [model.readout(model.residual_stream(tokens[:, s : s + chunk], s)) for s in range(0, 16, chunk)]

@@ -39,7 +39,7 @@ IMPORTS = {
     "corpus": {"shards"},
     "shards": {"config", "run", "tokenizer"},
     "blocks": {"layers", "norms", "config"},
-    "model": {"blocks", "norms", "config"},
+    "model": {"blocks", "layers", "norms", "config"},
     "run": {"config"},
     "report": {"config"},
     "checkpoint": {"config", "model", "run"},
