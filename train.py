@@ -3,27 +3,31 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import sys
 import time
 from pathlib import Path
 
-from gpt.command_line import CommandLine
+from gpt.command_line import CommandLine, Progress
 from gpt.config import TrainConfig, configure, lookup, read_toml
 from gpt.distributed import reported
-from gpt.report import closing, stopped
+from gpt.report import closing, closing_sample, stopped
 from gpt.run import StopRequest, append, forget_later_lines, held, new_run, write
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
 
-def train(config: TrainConfig, out: str | None = None, resume: str | None = None, overwrite=False, stop=None) -> dict:
+def train(
+    config: TrainConfig, out: str | None = None, resume: str | None = None, overwrite=False, stop=None, progress=None
+) -> dict:
     """Train as `config` says; returns the run folder under "run" and the last "step", "val_loss", "best_step" and
     "best_val_loss" (None without a validation split).
 
     `out` is the run folder, by default a fresh one in runs/; `resume`, "last", "best" or a step, continues it from that
-    checkpoint; `stop`, a StopRequest, ends the run early. Every process that torchrun started calls this alike.
+    checkpoint; `stop`, a StopRequest, ends the run early; `progress` is that of several runs. Every process that
+    torchrun started calls this alike.
     Raises ValueError, before anything is written, for a setting that does not work here; FloatingPointError, with all
     checkpoints intact, if the loss is not finite; ConnectionError if another process is lost.
     """
@@ -34,15 +38,16 @@ def train(config: TrainConfig, out: str | None = None, resume: str | None = None
     compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device), world)
     if config.shard and compute.dtype == "float16" and world.size > 1:
         raise ValueError("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
+    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise ValueError("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.joined(world, compute.device))
-        return _train(config, out, resume, overwrite, stop, world, compute, stack)
+        return _train(config, out, resume, overwrite, stop, progress, world, compute, stack)
 
 
-def _train(config, out, resume, overwrite, stop, world, compute, stack):
+def _train(config, out, resume, overwrite, stop, progress, world, compute, stack):
     import numpy as np
     import torch
-    from tqdm import tqdm
 
     from gpt import checkpoint, corpus, device, distributed, optim, pretrained, report
     from gpt.data import Data
@@ -99,12 +104,13 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
             forget_later_lines(run, state["step"])
         if scaler.is_enabled() and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
+    progress = progress or stack.enter_context(Progress(config.steps, state["step"], first))
     if first:
         write(run / "config.json", json.dumps(settings, indent=1))
+        log = report.Log(run, config.tensorboard, state["step"])
         opening = report.opening(config, model, data, tokenizer, compute, world, run, state["step"])
-        print("\n".join([opening, *changes]), flush=True)
-        for text in filter(None, [warning, *report.warnings(config, model, data, world)]):
-            print(text, file=sys.stderr)
+        warnings = [*filter(None, [warning]), *report.warnings(config, model, data, world)]
+        progress.begin("\n".join([opening, *changes]), warnings)
 
     def update(step):
         """One optimizer step; returns the mean loss of this process's rows and the gradient norm, on the device."""
@@ -129,68 +135,55 @@ def _train(config, out, resume, overwrite, stop, world, compute, stack):
         return batch_loss, grad_norm
 
     probed = data.few_rows().to(compute.device)
+
+    def probe(step):
+        profile = depth_profile(model, probed)
+        if first:
+            append(run / "probe.jsonl", {"step": step, **profile})
+
+    if config.probe_every and state["step"] == 0:
+        probe(0)
     timed_from, clock, asked = state["step"], time.perf_counter(), 0
-    terminal = sys.stderr.isatty()
-    with tqdm(
-        total=config.steps, initial=timed_from, unit="step", disable=not (terminal and first), leave=False
-    ) as bar:
-        for step in range(state["step"] + 1, config.steps + 1):
-            loss, grad_norm = update(step - 1)
-            if config.probe_every and step % config.probe_every == 0:
-                profile = depth_profile(model, probed)
-                if first:
-                    append(run / "probe.jsonl", {"step": step, **profile})
-            bar.update()
-            asked = world.largest(stop.signum or 0) if stop is not None else 0  # a signal since then waits for a step
-            end = step == config.steps or asked > 0
-            evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
-            logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
-            saving = end or step % (config.save_every or config.eval_every) == 0
-            if not (logging or saving):
-                continue  # without reading anything back from the device
-            tokens = (step - timed_from) * config.batch_size * config.model.context_length
-            record = {"step": step, "loss": world.total([loss.item()])[0] / world.size}
-            record |= {"lr": optim.lr_at(step - 1, config), "grad_norm": optim.whole(grad_norm).item()}
-            record["tokens_per_s"] = round(tokens / (time.perf_counter() - clock))
-            if evaluating:
-                with compute.autocast():
-                    windows = data.windows(micro_size)
-                    record["val_loss"] = mean_loss(model, windows, world.rank, world.size, world.total)
-                state["val_loss"] = record["val_loss"]
-            optim.check_finite(record, scaler, model)
-            if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
-                state |= {"best_step": step, "best_val_loss": state["val_loss"]}
-                saving = True
-            if not math.isfinite(record["grad_norm"]):
-                record["grad_norm"] = None  # JSON knows no infinity
-            if logging and first:
-                append(run / "metrics.jsonl", record)
-                text = report.line(record, config.steps)
-                bar.set_postfix_str(text.partition("  ")[2])
-                if evaluating or not terminal:
-                    bar.write(text)
-            if saving:
-                state |= {"step": step, "scaler": scaler.state_dict(), "config": settings, "corpus": digest}
-                checkpoint_of = (run, *distributed.gathered(model, optimizer, world), state, config.keep)
-                world.from_first(functools.partial(checkpoint.save, *checkpoint_of))
-            if end:
-                break
-            timed_from, clock = step, time.perf_counter()
-    return state | {"run": run, "unit": tokenizer.unit, "first": first, "signum": asked, "processes": world.size}
-
-
-def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
-    """That many characters from the run's best checkpoint, without a prompt."""
-    from gpt import checkpoint, generate
-    from gpt.tokenizer import TOKENIZERS
-
-    text = ""
-    settings = {"max_new_tokens": characters, "temperature": 0.8, "seed": config.seed}
-    for piece in generate.stream_text(checkpoint.load_model(run), TOKENIZERS[config.tokenizer](), "", **settings):
-        text += piece
-        if len(text) >= characters:
+    for step in range(state["step"] + 1, config.steps + 1):
+        loss, grad_norm = update(step - 1)
+        if config.probe_every and step % config.probe_every == 0:
+            probe(step)
+        progress.step()
+        asked = world.largest(stop.signum or 0) if stop is not None else 0  # a signal since then waits for a step
+        end = step == config.steps or asked > 0
+        evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
+        logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
+        saving = end or step % (config.save_every or config.eval_every) == 0
+        if not (logging or saving):
+            continue  # without reading anything back from the device
+        tokens = (step - timed_from) * config.batch_size * config.model.context_length
+        record = {"step": step, "loss": world.total([loss.item()])[0] / world.size}
+        record |= {"lr": optim.lr_at(step - 1, config), "grad_norm": optim.whole(grad_norm).item()}
+        record["tokens_per_s"] = round(tokens / (time.perf_counter() - clock))
+        if evaluating:
+            with compute.autocast():
+                windows = data.windows(micro_size)
+                record["val_loss"] = mean_loss(model, windows, world.rank, world.size, world.total)
+            state["val_loss"] = record["val_loss"]
+        optim.check_finite(record, scaler, model)
+        if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
+            state |= {"best_step": step, "best_val_loss": state["val_loss"]}
+            saving = True
+        if not math.isfinite(record["grad_norm"]):
+            record["grad_norm"] = None  # JSON knows no infinity
+        if logging and first:
+            log.add(record)
+            progress.log(report.line(record, config.steps), evaluating)
+        if saving:
+            state |= {"step": step, "scaler": scaler.state_dict(), "config": settings, "corpus": digest}
+            checkpoint_of = (run, *distributed.gathered(model, optimizer, world), state, config.keep)
+            world.from_first(functools.partial(checkpoint.save, *checkpoint_of))
+        if first and (evaluating or saving):
+            log.draw(end)
+        if end:
             break
-    return text[:characters]
+        timed_from, clock = step, time.perf_counter()
+    return state | {"run": run, "unit": tokenizer.unit, "first": first, "signum": asked, "processes": world.size}
 
 
 def main(argv: list[str]):

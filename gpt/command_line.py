@@ -1,9 +1,11 @@
-"""The command line of a script: settings as flags, and each error as one line. Imports no torch, so that --help is
-quick."""
+"""A script on the terminal: settings as flags, each error as one line, and how far it is. Imports no torch, so that
+--help is quick."""
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 import typing
 
 from gpt.config import SETTINGS, kind_of, unknown
@@ -72,3 +74,55 @@ class CommandLine(argparse.ArgumentParser):
         """Leave the program with one line on stderr, in which a stranger's file cannot steer the terminal."""
         line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())[:2000])
         self.exit(status, f"error: {line}\n")
+
+
+class Progress:
+    """How far a run is, or several: a bar with the time left where stderr is a terminal, and lines that stay on stdout.
+    `label` says which of several runs it is; those say less."""
+
+    def __init__(self, total: int, done: int = 0, shown: bool = True):
+        from tqdm import tqdm
+
+        self.label, self._warned = "", set()
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            disable=not (shown and sys.stderr.isatty()),
+            leave=False,
+            dynamic_ncols=True,
+            # What matters most comes first, since a narrow terminal shows no more.
+            bar_format="{desc}{percentage:3.0f}%  {remaining} left{postfix}  {bar}",
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._bar.close()
+
+    def write(self, text: str):
+        """Lines above the bar, broken where the terminal ends."""
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            text = "\n".join(textwrap.fill(line, width, subsequent_indent=8 * " ") for line in text.splitlines())
+        self._bar.write(text)
+        sys.stdout.flush()
+
+    def begin(self, text: str, warnings: list[str]):
+        """What a run is about to do; each warning once."""
+        if not self.label:
+            self.write(text)
+        self._bar.set_description_str(self.label)
+        for warning in warnings:
+            if warning not in self._warned:
+                self._bar.write(warning, file=sys.stderr)
+        self._warned |= {*warnings}
+
+    def step(self):
+        self._bar.update()
+
+    def log(self, line: str, evaluated: bool):
+        """A step's line, which stays if there is no bar, or if it has a validation loss and there is one run only."""
+        self._bar.set_postfix_str(line.partition("  ")[2])
+        if self._bar.disable or (evaluated and not self.label):
+            self.write(self.label + line)

@@ -94,6 +94,7 @@ class TrainConfig:
     device: str = _setting("auto", "auto, cpu, cuda, cuda:N or mps")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     compile: str = _setting("auto", "torch.compile: on, off, or auto (on a CUDA GPU)")
+    tensorboard: bool = _setting(False, "write events for TensorBoard into the run's folder, too")
     shard: bool = _setting(False, "with several processes: each keeps a part of the weights and moments (FSDP2)")
 
     def __post_init__(self):

@@ -125,12 +125,19 @@ def lr_at(step: int, config) -> float:
     return config.last_lr + (config.peak_lr - config.last_lr) * left
 
 
+class Diverged(FloatingPointError):
+    """A run whose loss is not finite, found at `step`."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
 def check_finite(record: dict, scaler, model):
-    """Stop a run whose losses or weights are not finite. In float16 the scaler mends a gradient that is not."""
+    """Raise Diverged if losses or weights are not finite. In float16 the scaler mends a gradient that is not."""
     watched = ("loss", "val_loss") if scaler.is_enabled() else ("loss", "val_loss", "grad_norm")
     finite = all(math.isfinite(record[key]) for key in watched if key in record)
     if not (finite and all(whole(parameter.isfinite().all()) for parameter in model.parameters())):
-        raise FloatingPointError(
-            f"the run diverged (step {record['step']}: loss {record['loss']}, rate {record['lr']:.2e}, gradient norm "
-            f"{record['grad_norm']}). Lower --lr or lengthen --warmup-steps; what was saved before is intact."
-        )
+        found = f"loss {record['loss']}, rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
+        remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
+        raise Diverged(f"the run diverged (step {record['step']}: {found}). {remedy}", record["step"])

@@ -1,11 +1,11 @@
 """The pictures. matplotlib is imported here and nowhere else."""
 
+import itertools
+import math
+import os
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib.figure import Figure  # and not pyplot, which takes as long to import again and looks for a screen
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; the last ones repeat with dashes.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
@@ -14,28 +14,43 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Path, start: int = 1):
     """One log-scaled panel for each entry, {what is measured: {line's name: values by depth}}, saved to `path`.
     `start` is the depth of the first value."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.8), layout="constrained", squeeze=False)
-    for axis, (measured, lines) in zip(axes[0], panels.items()):
+    figure, axes = _panels(len(panels))
+    for axis, (measured, lines) in zip(axes, panels.items()):
         ends = []
         for number, (name, values) in enumerate(lines.items()):
-            colour = COLOURS[number % len(COLOURS)]
-            depths = range(start, start + len(values))
-            style = "-" if number < len(COLOURS) else "--"
-            axis.plot(depths, values, style, color=colour, marker="o", markersize=3, linewidth=1.6)
-            ends.append((values[-1], name, colour))
+            look = _look(number)
+            axis.plot(range(start, start + len(values)), values, marker="o", markersize=3, **look)
+            ends.append((values[-1], name, look["color"]))
         axis.set(xlabel="block", ylabel=measured, yscale="log")
         axis.grid(alpha=0.25)
         axis.set_xlim(right=start + len(values) - 1 + 0.2 * len(values))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_xticks([depth for depth in axis.get_xticks() if start <= depth <= start + len(values) - 1])
         _name_lines(axis, start + len(values) - 1, ends)
     figure.suptitle(title)
     _save(figure, path)
 
 
+def _panels(number: int):
+    columns = min(number, 2)
+    figure = Figure(figsize=(6.2 * columns, 4.8 * math.ceil(number / columns)), layout="constrained")
+    return figure, figure.subplots(math.ceil(number / columns), columns, squeeze=False).flatten()
+
+
+def _look(number: int) -> dict:
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": "-" if number < len(COLOURS) else "--",
+        "linewidth": 1.6,
+    }
+
+
 def _save(figure, path: Path):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".new-{path.name}")  # a picture that is looked at should not be half there
+    figure.savefig(new, dpi=110)
+    os.replace(new, path)
 
 
 def _name_lines(axis, depth, ends):
@@ -53,12 +68,54 @@ def _name_lines(axis, depth, ends):
 def depth_by_step(panels: dict[str, tuple[list[int], list[list[float]]]], title: str, path: Path):
     """One panel for each entry, {what is measured: (steps, values by step and depth)}: depth upwards, steps to the
     right, the values as colours on a log scale."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.8), layout="constrained", squeeze=False)
-    for axis, (measured, (steps, values)) in zip(axes[0], panels.items()):
+    figure, axes = _panels(len(panels))
+    for axis, (measured, (steps, values)) in zip(axes, panels.items()):
         depths = range(1, len(values[0]) + 1)
         mesh = axis.pcolormesh(steps, depths, list(zip(*values)), norm="log", cmap="cividis", shading="nearest")
         axis.set(xlabel="step", ylabel="block")
         axis.yaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(mesh, ax=axis, label=measured)
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def training_curve(records: list[dict], title: str, path: Path):
+    """Loss and rate of the lines of a metrics.jsonl, by step."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for number, (key, name) in enumerate({"loss": "training", "val_loss": "validation"}.items()):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            losses.plot(*zip(*points), label=name, marker="o" if number else "", markersize=3, **_look(number))
+    losses.set(title=title, ylabel="loss, nats per token")
+    losses.legend()
+    rates.plot([record["step"] for record in records], [record["lr"] for record in records], **_look(2))
+    rates.set(xlabel="step", ylabel="rate", ylim=(0, None))
+    for axis in (losses, rates):
+        axis.grid(alpha=0.25)
+    _save(figure, path)
+
+
+def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path: Path):
+    """One panel for each entry, {what is measured: {line's name: [values by step, for each seed]}}: the mean of the
+    seeds, and the range between the lowest and the highest as a band."""
+    figure, axes = _panels(len(panels))
+    for axis, (measured, lines) in zip(axes, panels.items()):
+        shown = []
+        for number, (name, seeds) in enumerate(lines.items()):
+            steps = sorted(set.intersection(*(set(values) for values in seeds)))
+            by_step = [[values[step] for values in seeds] for step in steps]
+            look = _look(number)
+            axis.plot(steps, [sum(values) / len(values) for values in by_step], label=name, **look)
+            lowest, highest = [min(values) for values in by_step], [max(values) for values in by_step]
+            axis.fill_between(steps, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
+            # The fall of the first steps, the same for all, would leave no room for what follows.
+            late = [step >= steps[-1] / 10 for step in steps]
+            shown += [*itertools.compress(lowest, late), *itertools.compress(highest, late)]
+        margin = 0.05 * (max(shown) - min(shown)) + 1e-3
+        axis.set_ylim(min(shown) - margin, max(shown) + margin)
+        axis.set(xlabel="step", ylabel=measured)
+        axis.grid(alpha=0.25)
+        axis.legend()
     figure.suptitle(title)
     _save(figure, path)

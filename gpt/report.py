@@ -1,6 +1,10 @@
-"""What a training run says: the lines before it starts, each step's, the warnings."""
+"""What a training run says: the lines before it starts, each step's, the warnings; its numbers in its folder."""
+
+import time
+from pathlib import Path
 
 from gpt.config import TrainConfig
+from gpt.run import append, read_lines
 
 
 def opening(config: TrainConfig, model, data, tokenizer, compute, world, run, step: int) -> str:
@@ -60,3 +64,46 @@ def stopped(end: dict) -> str:
     """How to go on with a run that was stopped, from what `train` returns."""
     launcher = "python" if end["processes"] == 1 else f"torchrun --nproc_per_node {end['processes']}"
     return f"stopped at step {end['step']}; continue with: {launcher} train.py --resume --out {end['run']}"
+
+
+class Log:
+    """A run's numbers from `step` on, in its folder: metrics.jsonl, curve.png and, if asked, TensorBoard's events."""
+
+    def __init__(self, run: Path, tensorboard: bool, step: int):
+        self.run, self.drawn = run, -float("inf")
+        self.writer = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(run, purge_step=step + 1)
+
+    def add(self, record: dict):
+        """A step's record."""
+        append(self.run / "metrics.jsonl", record)
+        if self.writer:
+            for name in record.keys() - {"step"}:
+                if record[name] is not None:
+                    self.writer.add_scalar(name, record[name], record["step"])
+            self.writer.flush()
+
+    def draw(self, end: bool):
+        """Draw curve.png again, at most once a second before the `end`."""
+        if end or time.monotonic() - self.drawn >= 1:
+            from gpt import plots
+
+            plots.training_curve(read_lines(self.run / "metrics.jsonl"), str(self.run), self.run / "curve.png")
+            self.drawn = time.monotonic()
+
+
+def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
+    """That many characters from the run's best checkpoint, without a prompt."""
+    from gpt import checkpoint, generate
+    from gpt.tokenizer import TOKENIZERS
+
+    text = ""
+    settings = {"max_new_tokens": characters, "temperature": 0.8, "seed": config.seed}
+    for piece in generate.stream_text(checkpoint.load_model(run), TOKENIZERS[config.tokenizer](), "", **settings):
+        text += piece
+        if len(text) >= characters:
+            break
+    return text[:characters]

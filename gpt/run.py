@@ -99,12 +99,19 @@ def append(path: Path, record: dict):
         file.write(json.dumps(record) + "\n")
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The records of metrics.jsonl or probe.jsonl, none if there is no such file. A line without its end, which a kill
+    cut short, does not count."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def forget_later_lines(run: Path, step: int):
     """Drop what a killed process wrote of steps after its last checkpoint, which will be done again."""
     for path in run.glob("*.jsonl"):
-        # A line without its end was cut short by the kill.
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-        write(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+        write(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] <= step))
 
 
 class StopRequest:

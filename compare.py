@@ -1,0 +1,156 @@
+"""The same training for several placements and seeds: python compare.py pre post peri --seeds 3 --steps 500.
+
+The same command again goes on where it stopped; with more placements or seeds it adds those."""
+
+import dataclasses
+import json
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+from gpt.command_line import CommandLine, Progress
+from gpt.config import SETTINGS, TrainConfig, configure, flat, lookup, read_json, read_toml
+from gpt.run import StopRequest, held, read_lines, write
+from train import train
+
+
+def folder_of(out: Path, norm: str, seed: int) -> Path:
+    return out / f"{norm}-{seed}"
+
+
+def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop) -> bool:
+    """Train each placement with each seed, one seed after the other, and write what comes out to results.json. What
+    that has already is not done again, and a run that was interrupted goes on. False if `stop` came in between."""
+    from gpt.optim import Diverged
+
+    runs = results["runs"]
+    planned = [(norm, seed) for seed in seeds for norm in names]
+    left = [(norm, seed) for norm, seed in planned if f"{norm}-{seed}" not in runs]
+    begun = {run for run in left if (folder_of(out, *run) / "last").exists()}
+    done = sum(int((folder_of(out, *run) / "last").read_text(encoding="utf-8")) for run in begun)
+    done += (len(planned) - len(left)) * config.steps
+    wide = max(len(f"{norm} {seed}") for norm, seed in planned) + 2
+    with Progress(len(planned) * config.steps, done) as progress:
+        for norm, seed in left:
+            run = folder_of(out, norm, seed)
+            progress.label = f"{norm} {seed}".ljust(wide)
+            own = dataclasses.replace(config, seed=seed, model=dataclasses.replace(config.model, norm=norm))
+            outcome = {"norm": norm, "seed": seed, "run": str(run), "diverged": None}
+            try:
+                resume = "last" if (norm, seed) in begun else None
+                end = train(own, str(run), resume, overwrite=not resume, stop=stop, progress=progress)
+                if end["step"] < config.steps:
+                    return False
+                outcome |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step", "unit")}
+                said = f"validation loss {end['val_loss']:.4f}; best {end['best_val_loss']:.4f} at {end['best_step']}"
+            except Diverged as error:
+                outcome["diverged"] = error.step
+                progress.step(config.steps - error.step)
+                said = f"diverged at step {error.step}"
+            speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
+            outcome["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
+            runs[f"{norm}-{seed}"] = outcome
+            write(out / "results.json", json.dumps(results, indent=1))
+            progress.write(progress.label + said)
+    return True
+
+
+def draw(names, seeds, out: Path, runs: dict, title: str):
+    """curves.png and depth.png."""
+    from gpt import plots
+
+    losses = {"training loss": {}, "validation loss": {}}
+    profiles = {}
+    for norm in names:
+        ended = [seed for seed in seeds if runs[f"{norm}-{seed}"]["diverged"] is None]
+        records = [read_lines(folder_of(out, norm, seed) / "metrics.jsonl") for seed in ended or seeds]
+        for key, panel in zip(("loss", "val_loss"), losses.values()):
+            panel[norm] = [{record["step"]: record[key] for record in lines if key in record} for lines in records]
+        probes = read_lines(folder_of(out, norm, seeds[0]) / "probe.jsonl")
+        profiles[norm] = {"at the start": probes[0]} | ({"at the end": probes[-1]} if ended else {})
+    plots.bands(losses, f"{title}: mean and range of {len(seeds)} seeds", out / "curves.png")
+    measured = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
+    panels = {
+        f"{text} {when}": {norm: profile[when][key] for norm, profile in profiles.items() if when in profile}
+        for key, text in measured.items()
+        for when in ("at the start", "at the end")
+    }
+    plots.depth_lines({what: lines for what, lines in panels.items() if lines}, title, out / "depth.png")
+
+
+def compare(given: dict, stop) -> int | None:
+    """Train, write, draw and print what the command line asks for."""
+    from gpt import comparison, corpus, distributed, model
+    from gpt.tokenizer import TOKENIZERS
+
+    names, count, out, overwrite = given.pop("what"), given.pop("seeds"), given.pop("out"), given.pop("overwrite")
+    settings = read_toml(names.pop(0)) if names[0].endswith(".toml") else {}
+    config = configure(settings | given)
+    if not names or count < 1:
+        raise ValueError(f"nothing to compare ({len(names)} placements, {count} seeds). Give at least one of both.")
+    if len({*names}) < len(names):
+        raise ValueError(f"a placement is named twice ({', '.join(names)}). Name each once.")
+    if config.init != "scratch" or config.val_fraction == 0:
+        found = f"init {config.init}, val_fraction {config.val_fraction:g}"
+        raise ValueError(f"a comparison starts from scratch and needs a validation split ({found}). Leave them out.")
+    if (size := distributed.world().size) > 1:
+        raise ValueError(f"a comparison is one process ({size}). Start it with python, several with an --out for each.")
+    tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
+    shape = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    probe_every = config.probe_every or config.steps
+    config = dataclasses.replace(config, model=shape, data=corpus.resolve(config.data), probe_every=probe_every)
+    # Made now, since a mistake should not be met after hours.
+    models = {norm: model.shape_only(dataclasses.replace(shape, norm=norm)) for norm in names}
+    fixed = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
+    fixed["corpus"] = corpus.digest(corpus.load(config.data, tokenizer))
+    out, seeds = Path(out), list(range(config.seed, config.seed + count))
+    known = out / "results.json"
+    if out.exists() and not known.exists() and any(not path.name.startswith(".") for path in out.iterdir()):
+        raise ValueError(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    with held(out):
+        if overwrite:
+            for path in out.iterdir():
+                if path.name != ".lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        results = read_json(known) if known.exists() else {"settings": fixed, "runs": {}}
+        for name, value in fixed.items():
+            if (before := results["settings"].get(name)) != value:
+                raise ValueError(
+                    f"the comparison has another {name} ({before}, not {value}, in {out}). Use --overwrite."
+                )
+        write(known, json.dumps(results, indent=1))
+        size = f"{shape.n_layers} blocks of width {shape.d_model}, {config.steps:,} steps on {corpus.name(config.data)}"
+        print(f"compare {', '.join(names)}; seeds {seeds[0]} to {seeds[-1]}\neach    {size}\nfolder  {out}", flush=True)
+        if not train_all(names, seeds, config, out, results, stop):
+            print(f"stopped; the same command goes on with {out}")
+            return 128 + stop.signum
+        parameters = {norm: each.count_parameters for norm, each in models.items()}
+        results["table"] = comparison.summarize(names, seeds, parameters, results["runs"])
+        write(known, json.dumps(results, indent=1))
+        text = comparison.markdown(results["table"], seeds, tokenizer.unit)
+        write(out / "results.md", text + "\n")
+        draw(names, seeds, out, results["runs"], size)
+    print(f"\n{text}\n\n{out}: results.md, results.json, curves.png, depth.png")
+
+
+def main(argv: list[str]):
+    command = CommandLine(prog="compare.py", description=__doc__)
+    text = "settings from a file, and the placements; the first is what the others are compared to"
+    command.add_argument("what", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
+    command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
+    command.add_settings([name for name in SETTINGS if name not in ("norm", "init")])
+    command.add_argument("--out", default="runs/compare", metavar="FOLDER", help="(default: %(default)s)")
+    command.add_argument("--overwrite", action="store_true", help="delete the comparison in --out first")
+    given = vars(command.parse_args(argv))
+
+    def body():
+        with StopRequest() as stop:
+            return compare(given, stop)
+
+    command.run(body, "nobody reads the output any more (broken pipe). The same command goes on.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,109 @@
+"""What comes out of the same training for several placements and seeds, in numbers and in words."""
+
+import math
+import statistics
+
+CHANCE = 0.05  # a difference that chance alone makes more often than this is within the noise
+
+
+def students_p(t: float, freedom: int) -> float:
+    """How often chance makes Student's t, with so many degrees of freedom, as far from 0 as `t` (Abramowitz and Stegun,
+    26.7.3 and 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for n in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * n / (n + 1)
+    inside = math.sin(angle) * total
+    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
+
+
+def paired(differences: list[float]) -> dict:
+    """The mean of differences, one for each seed; its standard error; how many are below 0; how often chance alone
+    makes a mean so far from 0 (paired t-test). With one seed the error and the chance are None."""
+    count, mean = len(differences), statistics.fmean(differences)
+    found = {"mean": mean, "error": None, "p": None, "lower": sum(d < 0 for d in differences), "seeds": count}
+    if count > 1:
+        error = statistics.stdev(differences) / math.sqrt(count)
+        p = students_p(mean / error, count - 1) if error else float(mean == 0)
+        found |= {"error": error, "p": p}
+    return found
+
+
+def summarize(names: list[str], seeds: list[int], parameters: dict, runs: dict) -> list[dict]:
+    """One entry for each placement: its numbers of parameters, the means of the losses over the seeds that ended, the
+    paired differences to the first placement. `runs` holds the outcome of NAME-SEED, and `parameters` by placement
+    what counts those of a kind."""
+    table, first = [], names[0]
+    for norm in names:
+        own = [runs[f"{norm}-{seed}"] for seed in seeds]
+        ended = [run for run in own if run["diverged"] is None]
+        losses = [run["val_loss"] for run in ended]
+        entry = {
+            "norm": norm,
+            "parameters": parameters[norm]("all"),
+            "in_norms": parameters[norm]("norm"),
+            "val_loss": statistics.fmean(losses) if losses else None,
+            "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+            "best_val_loss": statistics.fmean(run["best_val_loss"] for run in ended) if ended else None,
+            "diverged": [run["diverged"] for run in own if run["diverged"] is not None],
+            "difference": None,
+        }
+        speeds = [run["tokens_per_s"] for run in own if run["tokens_per_s"]]
+        entry["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
+        pairs = [(run, runs[f"{first}-{run['seed']}"]) for run in ended]
+        differences = [run["val_loss"] - other["val_loss"] for run, other in pairs if other["diverged"] is None]
+        if norm != first and differences:
+            entry["difference"] = paired(differences)
+        table.append(entry)
+    return table
+
+
+def spread(mean: float | None, around: float | None, sign: str = "") -> str:
+    """A mean and what is given with it, as text."""
+    if mean is None:
+        return ""
+    return f"{mean:{sign}.4f}" + ("" if around is None else f" ± {around:.4f}")
+
+
+def markdown(table: list[dict], seeds, unit: str) -> str:
+    """The table, and what it says about noise."""
+    first = table[0]["norm"]
+    head = ["", "parameters", "in norms", f"validation loss, nats per {unit}", "best", f"difference to {first}"]
+    head += [f"lower than {first}", "tokens/s", "stable"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for entry in table:
+        difference, diverged = entry["difference"] or {}, entry["diverged"]
+        cells = [f"`{entry['norm']}`", f"{entry['parameters']:,}", f"{entry['in_norms']:,}"]
+        cells += [spread(entry["val_loss"], entry["deviation"]), spread(entry["best_val_loss"], None)]
+        cells += [spread(difference.get("mean"), difference.get("error"), "+")]
+        cells += [f"{difference['lower']} of {difference['seeds']}" if difference else ""]
+        cells += [f"{entry['tokens_per_s']:,}" if entry["tokens_per_s"] else ""]
+        cells += [f"{len(diverged)} of {len(seeds)} diverged" if diverged else "yes"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Losses are means over {len(seeds)} seeds ± their standard deviation; differences are paired by seed,",
+    ]
+    lines[-1] += " ± the standard error of their mean."
+    return "\n".join([*lines, *(verdict(entry, first) for entry in table)]).strip()
+
+
+def verdict(entry: dict, first: str) -> str:
+    """A sentence on one placement."""
+    said, difference = [], entry["difference"]
+    if entry["diverged"]:
+        steps = ", ".join(map(str, entry["diverged"]))
+        said.append(f"diverged in {len(entry['diverged'])} runs (steps {steps})")
+    if difference and difference["p"] is None:
+        said.append(
+            f"{difference['mean']:+.4f} to {first} with one seed, which says nothing about noise: give --seeds 3"
+        )
+    elif difference:
+        found = f"{spread(difference['mean'], difference['error'], '+')}, p = {difference['p']:.2g}"
+        than = f"{'lower' if difference['mean'] < 0 else 'higher'} than {first}"
+        within = f"within the noise of {difference['seeds']} seeds: no difference to {first} is shown"
+        said.append(f"{than if difference['p'] < CHANCE else within} ({found})")
+    return f"- `{entry['norm']}`: {'; '.join(said)}." if said else ""
