@@ -42,7 +42,7 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
                 end = train(own, str(run), resume, overwrite=not resume, stop=stop, progress=progress)
                 if end["step"] < config.steps:
                     return False
-                outcome |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step", "unit")}
+                outcome |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step")}
                 said = f"validation loss {end['val_loss']:.4f}; best {end['best_val_loss']:.4f} at {end['best_step']}"
             except Diverged as error:
                 outcome["diverged"] = error.step

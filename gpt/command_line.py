@@ -118,11 +118,11 @@ class Progress:
                 self._bar.write(warning, file=sys.stderr)
         self._warned |= {*warnings}
 
-    def step(self):
-        self._bar.update()
+    def step(self, count: int = 1):
+        self._bar.update(count)
 
     def log(self, line: str, evaluated: bool):
         """A step's line, which stays if there is no bar, or if it has a validation loss and there is one run only."""
-        self._bar.set_postfix_str(line.partition("  ")[2])
+        self._bar.set_postfix_str(" ".join(line.split()))
         if self._bar.disable or (evaluated and not self.label):
             self.write(self.label + line)

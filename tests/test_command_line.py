@@ -1,5 +1,6 @@
 """The scripts as a user runs them: real processes, real signals, every mistake one line and status 2."""
 
+import contextlib
 import json
 import os
 import re
@@ -41,6 +42,7 @@ def test_train_then_sample_from_another_folder(here):
     """Without a network, without a locale, and with an error for any text opened in the locale's encoding."""
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "NO_COLOR": "1"}
     strict = ["-X", "warn_default_encoding", "-W", "error::EncodingWarning"]
+    strict += ["-W", "ignore::EncodingWarning:matplotlib.font_manager"]
     train_it, sample_it = (
         [*strict, *after("socket.socket.connect = None", name)] for name in ("train.py", "sample.py")
     )
@@ -57,6 +59,38 @@ def test_train_then_sample_from_another_folder(here):
     assert "text-pre" in again.stderr and "seed 3" in again.stderr
     same = python(ROOT / "sample.py", "runs/text-pre", "--prompt", "The é", "--seed", 3, cwd=here)
     assert same.stdout == again.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
+@pytest.mark.parametrize("columns, encoding", [(80, "utf-8"), (40, "utf-8"), (80, "cp850")])
+def test_a_terminal_shows_a_bar_that_fits_and_lines_that_stay(here, columns, encoding):
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    flags = ["--data", "text.txt", "--steps", "200", "--out", "r", *FLAGS, "--eval-every", "100"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment |= {"PYTHONIOENCODING": encoding, "TERM": "xterm", "NO_COLOR": "1"}
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "cwd": here, "env": environment}
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], **terminal)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other side is closed
+        while part := os.read(ours, 2**16):
+            seen += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 0 and b"\x1b" not in seen, seen
+    frames = [frame for frame in re.split(rb"[\r\n]+", seen) if b" left" in frame]
+    assert any(re.search(rb"\d+%  \d\d:\d\d left, step \d+ loss \d", frame) for frame in frames)
+    assert all(len(frame.decode(encoding)) < columns for frame in frames)
+    assert encoding == "utf-8" or all(frame.isascii() for frame in frames)
+    said = seen.decode("utf-8", "replace").replace("\r", "\n").partition("validation loss")[0].splitlines()
+    assert all(len(line) <= columns for line in said)
+    # What a pipe gets a line of at each log step is here a line of at each evaluation.
+    assert [line.split()[1] for line in said if line.startswith("step ")] == ["100", "200"]
 
 
 def test_sampling_flags(here, capsys):

@@ -112,7 +112,7 @@ def test_a_run_at_its_end_and_along_training(tmp_path, text_file, capsys):
     append(tmp_path / "with" / "probe.jsonl", {"step": 10})
     train.train(dataclasses.replace(config, steps=10), str(tmp_path / "with"), resume="last")
     lines = (tmp_path / "with" / "probe.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6, 8, 10]
+    assert [json.loads(line)["step"] for line in lines] == [0, 2, 4, 6, 8, 10]
     assert all(len(json.loads(line)[measure]) == 2 for line in lines for measure in MEASURES)
 
 

@@ -255,11 +255,11 @@ def torchrun(*arguments) -> list[str]:
 
 
 def test_two_machines_go_on_by_themselves_when_one_loses_its_process(tmp_path, text_file):
-    """Two of torchrun's agents, with the README's command. The last words of a job that fails are its own."""
+    """Two of torchrun's agents, with the command of docs/bigger.md. The last words of a job that fails are its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (line,) = re.findall(r"^TORCH_.*--nnodes 2.*$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    (line,) = re.findall(r"^TORCH_.*--nnodes 2.*$", (ROOT / "docs" / "bigger.md").read_text("utf-8"), re.M)
     line = line.replace("--nproc_per_node 8", "--nproc_per_node 1").replace("HOST:29500", f"127.0.0.1:{port}")
     setting, program, *words = line.replace(" train.py configs/gpt2.toml", f" {ROOT / 'train.py'}").split()
     environment = os.environ | dict([setting.split("=")])

@@ -1,8 +1,12 @@
+import sys
+
 import pytest
 from conftest import toy_config, toy_model
 
-from gpt import BLOCKS, report
+import train
+from gpt import BLOCKS, plots, report
 from gpt.distributed import ALONE
+from gpt.run import read_lines
 
 
 def warned(norm="pre", val=(1, 2), **settings):
@@ -41,3 +45,58 @@ def test_a_rising_validation_loss_is_said_at_the_end():
     text = report.closing(end | {"best_step": 4, "best_val_loss": 1.5})
     assert "best 1.5000 at step 4\n" in text and "rises since step 4" in text and "sample.py takes" in text
     assert report.closing(end | {"val_loss": None}) == "run runs/x; more of this: python sample.py runs/x"
+
+
+def test_a_run_has_its_curve_as_far_as_it_is(tmp_path, text_file, monkeypatch):
+    """Drawn again at each evaluation, from all lines of metrics.jsonl, those before a resume too."""
+    drawn, really = [], plots.training_curve
+    monkeypatch.setattr(report.time, "monotonic", lambda: 1.0 + len(drawn))
+
+    def watched(records, *arguments):
+        drawn.append([record["step"] for record in records])
+        return really(records, *arguments)
+
+    monkeypatch.setattr(plots, "training_curve", watched)
+    run, config = tmp_path / "r", {"data": str(text_file), "eval_every": 2}
+    train.train(toy_config(steps=4, **config), str(run))
+    first = (run / "curve.png").read_bytes()
+    train.train(toy_config(steps=7, **config), str(run), "last")
+    assert [steps[-1] for steps in drawn] == [2, 4, 6, 7] and drawn[-1] == [1, 2, 3, 4, 5, 6, 7]
+    assert first.startswith(b"\x89PNG") and (run / "curve.png").read_bytes() != first
+    assert not list(run.glob(".*png"))
+
+
+def test_frequent_evaluations_draw_once_a_second_and_at_the_end(tmp_path, text_file, monkeypatch):
+    ends = []
+    monkeypatch.setattr(report.time, "monotonic", lambda: 1.0)
+    monkeypatch.setattr(plots, "training_curve", lambda records, *_: ends.append(records[-1]["step"]))
+    train.train(toy_config(data=str(text_file), steps=9, eval_every=1), str(tmp_path / "r"))
+    assert ends == [1, 9]
+
+
+def test_a_run_without_a_validation_split_has_a_curve_too(tmp_path, text_file):
+    train.train(toy_config(data=str(text_file), steps=5, val_fraction=0.0), str(tmp_path / "r"))
+    assert (tmp_path / "r" / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_gets_what_metrics_jsonl_gets_also_after_a_resume(tmp_path, text_file):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = {"data": str(text_file), "tensorboard": True, "save_every": 3}
+    train.train(toy_config(steps=3, **config), str(tmp_path / "r"))
+    train.train(toy_config(steps=6, **config), str(tmp_path / "r"), "last")
+    events = EventAccumulator(str(tmp_path / "r"))
+    events.Reload()
+    records = read_lines(tmp_path / "r" / "metrics.jsonl")
+    assert {*events.Tags()["scalars"]} == {key for record in records for key in record} - {"step"}
+    for name in events.Tags()["scalars"]:
+        expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records if name in record]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == expected
+
+
+def test_without_tensorboard_the_remedy_is_one_line_and_nothing_is_written(tmp_path, text_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ValueError, match=r"^TensorBoard is not installed \(--tensorboard\)\. pip install tensorboard"):
+        train.train(toy_config(data=str(text_file), tensorboard=True), str(tmp_path / "r"))
+    assert not (tmp_path / "r").exists()

@@ -19,12 +19,14 @@ from gpt.config import configure
 from gpt.pretrained import export
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = README + "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 # Who imports whom among ours.
 IMPORTS = {
     "__init__": set(),
     "config": set(),
+    "comparison": set(),
     "command_line": {"config"},
     "tokenizer": set(),
     "optim": set(),
@@ -41,7 +43,7 @@ IMPORTS = {
     "blocks": {"layers", "norms", "config"},
     "model": {"blocks", "layers", "norms", "config"},
     "run": {"config"},
-    "report": {"config"},
+    "report": {"config", "run", "plots", "checkpoint", "generate", "tokenizer"},
     "checkpoint": {"config", "model", "run"},
     "hub": {"config"},
     "published": {"hub", "model", "generate", "corpus", "tokenizer"},
@@ -117,10 +119,18 @@ def test_the_readmes_table_of_placements_is_true():
 
 
 def commands():
-    """Every command of the README's sh blocks, the installation apart."""
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+    """Every command of the sh blocks in the README and in docs/, the installation apart."""
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", PAGES, re.S) for line in block.splitlines()]
     parts = [part.strip() for line in lines if line for part in line.split("#")[0].split("&&")]
-    return [part for part in parts if not part.startswith("pip install")]
+    return [part for part in dict.fromkeys(parts) if not part.startswith("pip install")]
+
+
+def test_the_lines_of_code_in_the_lesson_are_the_codes():
+    code = "".join((ROOT / "gpt" / name).read_text(encoding="utf-8") for name in ("norms.py", "blocks.py"))
+    section = README.split("## The lesson")[1].split("\n\n")
+    (table,) = (part for part in section if part.startswith("| what |"))
+    lines = [row.split("|")[3].strip(" `") for row in table.splitlines()[2:]]
+    assert len(lines) == 7 and all(line in code for line in lines)
 
 
 def test_ci_installs_and_tests_as_the_readme_says():
@@ -165,7 +175,7 @@ def test_the_readmes_commands_run(tmp_path):
         assert program == "python", command
         if arguments[:2] == ["-m", "pytest"]:
             continue
-        if arguments[0] == "train.py":
+        if arguments[0] in ("train.py", "compare.py"):
             arguments += ["--steps", "2", "--batch-size", "2", "--micro-batch-size", "1", "--eval-every", "2"]
             arguments += [] if "--init" in arguments else [*toy, "--val-fraction", "0.1"]
             arguments += [] if {"--init", "configs/gpt2.toml"} & {*arguments} else ["--tokenizer", "bytes"]

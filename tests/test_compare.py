@@ -1,0 +1,226 @@
+"""Comparisons: paired, honest about noise, resumed where they stopped."""
+
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, TOY, TOY_RUN, call, toy_config
+
+import compare
+import train
+from gpt import BLOCKS, GPT, ModelConfig
+from gpt.blocks import Block
+from gpt.comparison import markdown, paired, students_p, summarize
+from gpt.run import read_lines
+
+RUN = TOY_RUN | {"steps": 6, "eval_every": 3, "seed": 7}
+FLAGS = [word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture
+def here(tmp_path, text_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def outcomes(folder):
+    """What results.json says of each run, its speed apart."""
+    runs = json.loads((folder / "results.json").read_text(encoding="utf-8"))["runs"]
+    return {name: run | {"tokens_per_s": 0, "run": ""} for name, run in runs.items()}
+
+
+def test_a_comparison_is_the_same_training_and_its_table_is_the_losses(here, text_file, capsys):
+    command = ["pre", "post", "rezero", "--seeds", 2, "--data", "text.txt", *FLAGS, "--out", "c"]
+    status, out, err = call(compare, *command, capsys=capsys)
+    assert (status, err) == (0, "") and "\r" not in out
+    runs = outcomes(here / "c")
+    assert [*runs] == ["pre-7", "post-7", "rezero-7", "pre-8", "post-8", "rezero-8"]
+    config = toy_config(**RUN | {"data": str(text_file), "norm": "post", "seed": 8})
+    alone = train.train(config, str(here / "alone"))
+    assert runs["post-8"]["val_loss"] == alone["val_loss"] and runs["post-8"]["best_step"] == alone["best_step"]
+    one, other = (
+        [record | {"tokens_per_s": 0} for record in read_lines(folder / "metrics.jsonl")]
+        for folder in (here / "alone", here / "c" / "post-8")
+    )
+    assert one == other
+    table = (here / "c" / "results.md").read_text(encoding="utf-8")
+    assert table in out
+    cells = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines() if line.startswith("| `")]
+    rows = {row[1]: row[2:] for row in cells}
+    for norm in ("pre", "post", "rezero"):
+        losses = [runs[f"{norm}-{seed}"]["val_loss"] for seed in (7, 8)]
+        assert rows[norm][2] == f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+        assert rows[norm][7] == "yes"
+    differences = [runs[f"post-{seed}"]["val_loss"] - runs[f"pre-{seed}"]["val_loss"] for seed in (7, 8)]
+    error = abs(differences[0] - differences[1]) / 2
+    assert rows["post"][4] == f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
+    assert rows["post"][5] == f"{sum(d < 0 for d in differences)} of 2" and rows["pre"][4:6] == ["", ""]
+    # Each log step of each run is a line, for want of a terminal.
+    assert len(re.findall(r"^(pre|post|rezero) +[78] +step ", out, re.M)) == 6 * 6
+    assert [record["step"] for record in read_lines(here / "c" / "pre-7" / "probe.jsonl")] == [0, 6]
+    for name in ("curves.png", "depth.png", "pre-7/curve.png"):
+        assert (here / "c" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_seeds(here, capsys):
+    command = ["--data", "text.txt", *FLAGS, "--out", "c"]
+    call(compare, "pre", "post", "--seeds", 1, *command, capsys=capsys)
+    before = outcomes(here / "c")
+    states = {path: path.stat().st_mtime_ns for path in (here / "c").glob("*/last")}
+    status, out, _ = call(compare, "pre", "post", "none", "--seeds", 2, *command, capsys=capsys)
+    assert status == 0 and " step " not in out.partition("none 7")[0]
+    after = outcomes(here / "c")
+    assert before.items() <= after.items() and len(after) == 6
+    assert all(path.stat().st_mtime_ns == modified for path, modified in states.items())
+    for other, message in (
+        (["--steps", 7], "the comparison has another steps (6, not 7, in c). Use --overwrite"),
+        (["--data", "other.txt"], "the comparison has another data"),
+    ):
+        (here / "other.txt").write_text("else " * 500, encoding="utf-8")
+        status, out, err = call(compare, "pre", *command, *other, capsys=capsys)
+        assert (status, out) == (2, "") and message in err and err.count("\n") == 1
+    (here / "text.txt").write_text("changed " * 500, encoding="utf-8")
+    status, _, err = call(compare, "pre", *command, capsys=capsys)
+    assert status == 2 and "the comparison has another corpus" in err and outcomes(here / "c") == after
+    assert call(compare, "pre", "--seeds", 1, *command, "--overwrite", capsys=capsys)[0] == 0
+    assert [*outcomes(here / "c")] == ["pre-7"] and not (here / "c" / "post-7").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_comparison_that_was_ended_goes_on_to_the_same_results(here, capsys, signum):
+    flags = ["--seeds", 2, "--data", "text.txt", *FLAGS, "--steps", 40, "--save-every", 5]
+    flags += ["--eval-every", 20, "--dropout", 0.1]
+    command = [sys.executable, ROOT / "compare.py", "pre", "post", *flags, "--out", "ended"]
+    process = subprocess.Popen(
+        [*map(str, command)], cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (here / "ended" / "post-7" / "last").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    if signum == signal.SIGKILL:
+        assert process.returncode == -signum
+    else:
+        assert process.returncode == 128 + signum and err == ""
+        assert out.endswith("stopped; the same command goes on with ended\n")
+    done = outcomes(here / "ended")
+    assert len(done) < 4
+    assert call(compare, "pre", "post", *flags, "--out", "ended", capsys=capsys)[0] == 0
+    assert call(compare, "pre", "post", *flags, "--out", "whole", capsys=capsys)[0] == 0
+    assert outcomes(here / "ended") == outcomes(here / "whole") and done.items() <= outcomes(here / "ended").items()
+
+
+class Exploding(Block):
+    """The stream grows a thousandfold a block, and the loss ends as no number."""
+
+    def forward(self, x):
+        return 1e30 * (x + self.attn(x) + self.mlp(x)) ** 3
+
+
+def test_a_run_that_diverges_is_a_result_and_not_the_end(here, capsys, monkeypatch):
+    monkeypatch.setitem(BLOCKS, "exploding", Exploding)
+    command = ["exploding", "pre", "--seeds", 2, "--data", "text.txt", *FLAGS, "--out", "c"]
+    status, out, _ = call(compare, *command, capsys=capsys)
+    assert status == 0
+    runs = outcomes(here / "c")
+    assert runs["exploding-7"]["diverged"] == 1 and runs["pre-8"]["diverged"] is None
+    assert "- `exploding`: diverged in 2 runs (steps 1, 1)." in out and "| 2 of 2 diverged |" in out
+    again = call(compare, *command, capsys=capsys)[1]
+    assert " step " not in again.partition("|")[0] and again.partition("|")[2] == out.partition("|")[2]
+
+
+BAD = [
+    (["prre"], "unknown norm (prre). Did you mean"),
+    (["pre", "post", "pre"], "a placement is named twice (pre, post, pre)"),
+    (["text.toml"], "cannot read the configuration"),
+    (["pre", "--seeds", "0"], "nothing to compare (1 placements, 0 seeds)"),
+    (["pre", "--norm", "post"], "unknown flag (--norm)"),
+    (["pre", "--val-fraction", "0"], "needs a validation split"),
+    (["pre", "--data", "nowhere.txt"], "no such file"),
+    (["pre", "--out", "taken"], "the output folder is not a comparison"),
+    (["pre", "--out", "taken", "--overwrite"], "the output folder is not a comparison"),
+    (["pre", "post", "--n-heads", "3"], "n_heads must divide d_model"),
+    (["pre", "--norm-layer", "batchnorm"], "unknown norm_layer (batchnorm)"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD, ids=lambda value: " ".join(value) if type(value) is list else "")
+def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, arguments, message):
+    (here / "taken").mkdir()
+    (here / "taken" / "thesis.txt").write_text("x", encoding="utf-8")
+    before = sorted(here.rglob("*"))
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    command = [*names, "--data", "text.txt", *FLAGS, *arguments[len(names) :]]
+    status, out, err = call(compare, *command, capsys=capsys)
+    assert (status, out) == (2, "") and message in err and err.count("\n") == 1, err
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 9, 30])
+def test_students_p_is_the_integral_of_its_density(freedom):
+    constant = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+    for t in (0.0, 0.3, 1.0, 2.5, 8.0):
+        x = torch.linspace(0, t, 20_001, dtype=torch.float64)
+        inside = 2 * torch.trapezoid(constant * (1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
+        assert students_p(t, freedom) == pytest.approx(1 - float(inside), abs=1e-7)
+        assert students_p(-t, freedom) == students_p(t, freedom)
+
+
+def table_of(*losses):
+    """Of `a` and `b`, whose validation losses are given seed by seed; None has diverged."""
+    runs = {}
+    for norm, own in zip("ab", losses):
+        for seed, loss in enumerate(own):
+            fields = {"norm": norm, "seed": seed, "val_loss": loss, "best_val_loss": loss, "tokens_per_s": 5}
+            runs[f"{norm}-{seed}"] = fields | {"diverged": 3 if loss is None else None}
+    seeds = list(range(len(losses[0])))
+    return markdown(summarize(["a", "b"], seeds, dict.fromkeys("ab", lambda kind: 9), runs), seeds, "byte")
+
+
+def test_the_words_say_whether_a_difference_is_within_the_noise():
+    assert "- `b`: lower than a (-0.1000 ± 0.0058, p = 0.0033)." in table_of((1, 2, 3), (0.91, 1.89, 2.9))
+    assert "- `b`: higher than a (" in table_of((1, 2, 3), (1.11, 2.1, 3.09))
+    text = table_of((1, 2, 3), (1.1, 1.9, 3.01))
+    assert "- `b`: within the noise of 3 seeds: no difference to a is shown (+0.0033 ± 0.0578, p = 0.96)." in text
+    assert "| 1 of 3 |" in text
+    assert "one seed, which says nothing about noise: give --seeds 3" in table_of((1,), (1.2,))
+    text = table_of((1, 2, 3), (0.91, None, 2.9))
+    assert "- `b`: diverged in 1 runs (steps 3); lower than a (-0.0950 ± 0.0050, p = 0.033)." in text
+    assert "| 1 of 3 diverged |" in text
+    assert "- `b`: diverged in 2 runs (steps 3, 3)." in table_of((1, 2), (None, None))
+    assert "no difference to a is shown (+0.0000 ± 0.0000, p = 1)" in table_of((1, 2), (1, 2))
+
+
+def test_paired_differences_are_tested_and_not_the_two_groups():
+    """Seeds differ by 1, placements by 0.01: a difference that only pairing finds."""
+    found = paired([-0.010, -0.011, -0.009])
+    assert found["p"] < 0.005 and found["lower"] == found["seeds"] == 3
+    assert found["error"] == pytest.approx(0.001 / math.sqrt(3))
+    assert paired([0.5])["p"] is None and paired([0.0, 0.0])["p"] == 1 and paired([0.1, 0.1])["p"] == 0
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_placements_start_from_the_same_weights_where_names_and_shapes_agree(norm):
+    """deepnorm and lns start some rows at another scale, from the same draws."""
+    models = []
+    for each in ("pre", norm):
+        torch.manual_seed(7)
+        models.append(dict(GPT(ModelConfig(**TOY, norm=each)).named_parameters()))
+    pre, other = models
+    shared = [name for name in pre if name in other and pre[name].dim() > 1]
+    assert len(shared) == 2 + 4 * TOY["n_layers"]
+    for name in shared:
+        scale = other[name].norm(dim=-1, keepdim=True) / pre[name].norm(dim=-1, keepdim=True)
+        assert torch.allclose(pre[name] * scale, other[name], rtol=1e-5, atol=1e-8), name
+        assert norm in ("deepnorm", "lns") or torch.equal(pre[name], other[name]), name
