@@ -19,6 +19,19 @@ def folder_of(out: Path, norm: str, seed: int) -> Path:
     return out / f"{norm}-{seed}"
 
 
+def read_results(out: Path) -> dict | None:
+    """What results.json holds; None if there is nothing in the folder. Raises ValueError if it is no comparison's."""
+    if not out.is_dir() or all(path.name.startswith(".") for path in out.iterdir()):
+        return None
+    try:
+        results = read_json(out / "results.json")
+    except ValueError:
+        results = {}
+    if not {"settings", "runs"} <= results.keys():
+        raise ValueError(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
+    return results
+
+
 def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop) -> bool:
     """Train each placement with each seed, one seed after the other, and write what comes out to results.json. What
     that has already is not done again, and a run that was interrupted goes on. False if `stop` came in between."""
@@ -105,16 +118,18 @@ def compare(given: dict, stop) -> int | None:
     fixed = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
     fixed["corpus"] = corpus.digest(corpus.load(config.data, tokenizer))
     out, seeds = Path(out), list(range(config.seed, config.seed + count))
+    read_results(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder ({out.absolute()}: {error.strerror}). Name another.") from None
     known = out / "results.json"
-    if out.exists() and not known.exists() and any(not path.name.startswith(".") for path in out.iterdir()):
-        raise ValueError(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
-    out.mkdir(parents=True, exist_ok=True)
     with held(out):
         if overwrite:
             for path in out.iterdir():
                 if path.name != ".lock":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        results = read_json(known) if known.exists() else {"settings": fixed, "runs": {}}
+        results = read_results(out) or {"settings": fixed, "runs": {}}
         for name, value in fixed.items():
             if (before := results["settings"].get(name)) != value:
                 raise ValueError(
@@ -136,11 +151,12 @@ def compare(given: dict, stop) -> int | None:
 
 
 def main(argv: list[str]):
-    command = CommandLine(prog="compare.py", description=__doc__)
+    usage = "compare.py [CONFIG.toml] BLOCK... [--seeds N] [--SETTING VALUE]..."
+    command = CommandLine(prog="compare.py", usage=usage, description=__doc__)
     text = "settings from a file, and the placements; the first is what the others are compared to"
     command.add_argument("what", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
-    command.add_settings([name for name in SETTINGS if name not in ("norm", "init")])
+    command.add_settings([name for name in SETTINGS if name not in ("norm", "init", "shard")])
     command.add_argument("--out", default="runs/compare", metavar="FOLDER", help="(default: %(default)s)")
     command.add_argument("--overwrite", action="store_true", help="delete the comparison in --out first")
     given = vars(command.parse_args(argv))

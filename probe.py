@@ -106,7 +106,9 @@ def probe(given: dict):
 
 
 def main(argv: list[str]):
-    command = CommandLine(prog="probe.py", description=__doc__)
+    command = CommandLine(
+        prog="probe.py", usage="probe.py BLOCK...|RUN|gpt2|stack [--SETTING VALUE]...", description=__doc__
+    )
     command.add_argument(
         "what", nargs="+", metavar="BLOCK|RUN|gpt2|stack", help="placements, or a run, weights or stack"
     )

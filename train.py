@@ -109,7 +109,7 @@ def _train(config, out, resume, overwrite, stop, progress, world, compute, stack
         write(run / "config.json", json.dumps(settings, indent=1))
         log = report.Log(run, config.tensorboard, state["step"])
         opening = report.opening(config, model, data, tokenizer, compute, world, run, state["step"])
-        warnings = [*filter(None, [warning]), *report.warnings(config, model, data, world)]
+        warnings = [*filter(None, [warning]), *report.warnings(config, model, data, world, state["step"])]
         progress.begin("\n".join([opening, *changes]), warnings)
 
     def update(step):
@@ -187,7 +187,7 @@ def _train(config, out, resume, overwrite, stop, progress, world, compute, stack
 
 
 def main(argv: list[str]):
-    command = CommandLine(prog="train.py", description=__doc__)
+    command = CommandLine(prog="train.py", usage="train.py [CONFIG.toml] [--SETTING VALUE]...", description=__doc__)
     command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings from a file, as configs/tiny.toml")
     command.add_settings()
     command.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")

@@ -213,7 +213,7 @@ def main(argv: list[str]):
     def body():
         meta = prepare(given.texts, given.out, given.tokenizer, given.workers, given.shard_tokens, given.overwrite)
         found = f"{meta['documents']:,} documents, {meta['bytes']:,} bytes, {meta['tokens']:,} tokens"
-        print(f"{found} in {len(meta['shards'])} shards in {given.out}")
+        print(f"{found} in {given.out} ({len(meta['shards'])} files)")
         print(f"train on them: python train.py --data {given.out} --tokenizer {given.tokenizer}")
 
     command.run(body, "nobody reads the output any more (broken pipe). The corpus is prepared.")

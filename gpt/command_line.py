@@ -22,7 +22,8 @@ class CommandLine(argparse.ArgumentParser):
         what it then is, where that is not the setting's own."""
         for name in names:
             kind = kind_of(name)
-            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            metavar = {int: "N", float: "X", str: "NAME"}.get(kind)
+            how = {"type": kind, "metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
             default = defaults.get(name, SETTINGS[name].default)
             text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
             self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)

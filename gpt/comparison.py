@@ -83,20 +83,17 @@ def markdown(table: list[dict], seeds, unit: str) -> str:
         cells += [f"{entry['tokens_per_s']:,}" if entry["tokens_per_s"] else ""]
         cells += [f"{len(diverged)} of {len(seeds)} diverged" if diverged else "yes"]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        f"Losses are means over {len(seeds)} seeds ± their standard deviation; differences are paired by seed,",
-    ]
-    lines[-1] += " ± the standard error of their mean."
-    return "\n".join([*lines, *(verdict(entry, first) for entry in table)]).strip()
+    how = f"Losses are means over {len(seeds)} seeds ± their standard deviation; differences are paired by seed, ± the "
+    words = filter(None, (verdict(entry, first, len(seeds)) for entry in table))
+    return "\n".join([*lines, "", how + "standard error of their mean.", "", *words]).strip()
 
 
-def verdict(entry: dict, first: str) -> str:
-    """A sentence on one placement."""
+def verdict(entry: dict, first: str, seeds: int) -> str:
+    """A sentence on one placement; none if there is nothing to say."""
     said, difference = [], entry["difference"]
     if entry["diverged"]:
         steps = ", ".join(map(str, entry["diverged"]))
-        said.append(f"diverged in {len(entry['diverged'])} runs (steps {steps})")
+        said.append(f"diverged in {len(entry['diverged'])} of {seeds} runs (at step {steps})")
     if difference and difference["p"] is None:
         said.append(
             f"{difference['mean']:+.4f} to {first} with one seed, which says nothing about noise: give --seeds 3"

@@ -23,9 +23,11 @@ def opening(config: TrainConfig, model, data, tokenizer, compute, world, run, st
     )
 
 
-def warnings(config: TrainConfig, model, data, world) -> list[str]:
+def warnings(config: TrainConfig, model, data, world, step: int = 0) -> list[str]:
     """What is allowed and seldom meant."""
     found = []
+    if step == config.steps:
+        found.append(f"all is done already ({step} steps). Give more: --steps {2 * step}.")
     if config.warmup_steps >= config.steps:
         steps = f"{config.warmup_steps} of {config.steps} steps"
         found.append(f"the run ends within its warm-up ({steps}). Lower --warmup-steps.")

@@ -32,7 +32,7 @@ def after(prelude, script):
     return "-c", f"{start}; {prelude}; runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "probe.py", "compare.py"])
 def test_help_needs_no_torch(script):
     result = python(*after("sys.modules['torch'] = None", script), "--help", cwd=ROOT)
     assert result.returncode == 0 and "usage: " + script in result.stdout and "(default: " in result.stdout

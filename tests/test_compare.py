@@ -135,7 +135,7 @@ def test_a_run_that_diverges_is_a_result_and_not_the_end(here, capsys, monkeypat
     assert status == 0
     runs = outcomes(here / "c")
     assert runs["exploding-7"]["diverged"] == 1 and runs["pre-8"]["diverged"] is None
-    assert "- `exploding`: diverged in 2 runs (steps 1, 1)." in out and "| 2 of 2 diverged |" in out
+    assert "- `exploding`: diverged in 2 of 2 runs (at step 1, 1)." in out and "| 2 of 2 diverged |" in out
     again = call(compare, *command, capsys=capsys)[1]
     assert " step " not in again.partition("|")[0] and again.partition("|")[2] == out.partition("|")[2]
 
@@ -149,6 +149,8 @@ BAD = [
     (["pre", "--val-fraction", "0"], "needs a validation split"),
     (["pre", "--data", "nowhere.txt"], "no such file"),
     (["pre", "--out", "taken"], "the output folder is not a comparison"),
+    (["pre", "--out", "text.txt"], "cannot make the folder"),
+    (["pre", "--out", "other", "--overwrite"], "the output folder is not a comparison"),
     (["pre", "--out", "taken", "--overwrite"], "the output folder is not a comparison"),
     (["pre", "post", "--n-heads", "3"], "n_heads must divide d_model"),
     (["pre", "--norm-layer", "batchnorm"], "unknown norm_layer (batchnorm)"),
@@ -159,6 +161,8 @@ BAD = [
 def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, arguments, message):
     (here / "taken").mkdir()
     (here / "taken" / "thesis.txt").write_text("x", encoding="utf-8")
+    (here / "other").mkdir()
+    (here / "other" / "results.json").write_text('{"mine": 1}', encoding="utf-8")
     before = sorted(here.rglob("*"))
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     command = [*names, "--data", "text.txt", *FLAGS, *arguments[len(names) :]]
@@ -196,9 +200,9 @@ def test_the_words_say_whether_a_difference_is_within_the_noise():
     assert "| 1 of 3 |" in text
     assert "one seed, which says nothing about noise: give --seeds 3" in table_of((1,), (1.2,))
     text = table_of((1, 2, 3), (0.91, None, 2.9))
-    assert "- `b`: diverged in 1 runs (steps 3); lower than a (-0.0950 ± 0.0050, p = 0.033)." in text
+    assert "- `b`: diverged in 1 of 3 runs (at step 3); lower than a (-0.0950 ± 0.0050, p = 0.033)." in text
     assert "| 1 of 3 diverged |" in text
-    assert "- `b`: diverged in 2 runs (steps 3, 3)." in table_of((1, 2), (None, None))
+    assert "- `b`: diverged in 2 of 2 runs (at step 3, 3)." in table_of((1, 2), (None, None))
     assert "no difference to a is shown (+0.0000 ± 0.0000, p = 1)" in table_of((1, 2), (1, 2))
 
 
