@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from gpt.command_line import CommandLine, Progress
-from gpt.config import SETTINGS, TrainConfig, configure, flat, lookup, read_json, read_toml
+from gpt.config import FORMAT, SETTINGS, TrainConfig, configure, flat, lookup, read_json, read_toml
+from gpt.report import check
 from gpt.run import StopRequest, held, read_lines, write
 from train import train
 
@@ -27,9 +28,15 @@ def read_results(out: Path) -> dict | None:
         results = read_json(out / "results.json")
     except ValueError:
         results = {}
-    if not {"settings", "runs"} <= results.keys():
+    if results.get("format") != FORMAT or not {"settings", "runs"} <= results.keys():
         raise ValueError(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
+    for name in [name for name in results["runs"] if not (out / name).is_dir()]:
+        del results["runs"][name]  # somebody wants it done again
     return results
+
+
+def save(out: Path, results: dict):
+    write(out / "results.json", json.dumps(results, indent=1))
 
 
 def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop) -> bool:
@@ -41,7 +48,7 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
     planned = [(norm, seed) for seed in seeds for norm in names]
     left = [(norm, seed) for norm, seed in planned if f"{norm}-{seed}" not in runs]
     begun = {run for run in left if (folder_of(out, *run) / "last").exists()}
-    done = sum(int((folder_of(out, *run) / "last").read_text(encoding="utf-8")) for run in begun)
+    done = sum(int((folder_of(out, *run) / "last").read_text(encoding="utf-8") or 0) for run in begun)
     done += (len(planned) - len(left)) * config.steps
     wide = max(len(f"{norm} {seed}") for norm, seed in planned) + 2
     with Progress(len(planned) * config.steps, done) as progress:
@@ -49,9 +56,9 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
             run = folder_of(out, norm, seed)
             progress.label = f"{norm} {seed}".ljust(wide)
             own = dataclasses.replace(config, seed=seed, model=dataclasses.replace(config.model, norm=norm))
-            outcome = {"norm": norm, "seed": seed, "run": str(run), "diverged": None}
+            outcome = {"norm": norm, "seed": seed, "diverged": None}
+            resume = "last" if (norm, seed) in begun else None
             try:
-                resume = "last" if (norm, seed) in begun else None
                 end = train(own, str(run), resume, overwrite=not resume, stop=stop, progress=progress)
                 if end["step"] < config.steps:
                     return False
@@ -61,10 +68,12 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
                 outcome["diverged"] = error.step
                 progress.step(config.steps - error.step)
                 said = f"diverged at step {error.step}"
+            except ValueError as error:
+                raise ValueError(f"{error} Or delete {run}, and it is done again." if resume else error) from None
             speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
             outcome["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
             runs[f"{norm}-{seed}"] = outcome
-            write(out / "results.json", json.dumps(results, indent=1))
+            save(out, results)
             progress.write(progress.label + said)
     return True
 
@@ -77,27 +86,27 @@ def draw(names, seeds, out: Path, runs: dict, title: str):
     profiles = {}
     for norm in names:
         ended = [seed for seed in seeds if runs[f"{norm}-{seed}"]["diverged"] is None]
+        probes = read_lines(folder_of(out, norm, (ended or seeds)[0]) / "probe.jsonl")
         records = [read_lines(folder_of(out, norm, seed) / "metrics.jsonl") for seed in ended or seeds]
         for key, panel in zip(("loss", "val_loss"), losses.values()):
             panel[norm] = [{record["step"]: record[key] for record in lines if key in record} for lines in records]
-        probes = read_lines(folder_of(out, norm, seeds[0]) / "probe.jsonl")
-        profiles[norm] = {"at the start": probes[0]} | ({"at the end": probes[-1]} if ended else {})
-    plots.bands(losses, f"{title}: mean and range of {len(seeds)} seeds", out / "curves.png")
+        profiles[norm] = {"at the start": probes[0]} | ({f"at step {probes[-1]['step']}": probes[-1]} if ended else {})
+    plots.bands(losses, f"{title}: mean and range over the seeds", out / "curves.png")
     measured = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
     panels = {
         f"{text} {when}": {norm: profile[when][key] for norm, profile in profiles.items() if when in profile}
         for key, text in measured.items()
-        for when in ("at the start", "at the end")
+        for when in dict.fromkeys(when for profile in profiles.values() for when in profile)
     }
     plots.depth_lines({what: lines for what, lines in panels.items() if lines}, title, out / "depth.png")
 
 
-def compare(given: dict, stop) -> int | None:
-    """Train, write, draw and print what the command line asks for."""
-    from gpt import comparison, corpus, distributed, model
+def plan(names: list[str], count: int, given: dict):
+    """The seeds, the configuration, the models' parameters by placement and what the runs have in common. Raises
+    ValueError for whatever would end a run, so that no mistake is met after hours."""
+    from gpt import corpus, data, device, distributed, model
     from gpt.tokenizer import TOKENIZERS
 
-    names, count, out, overwrite = given.pop("what"), given.pop("seeds"), given.pop("out"), given.pop("overwrite")
     settings = read_toml(names.pop(0)) if names[0].endswith(".toml") else {}
     config = configure(settings | given)
     if not names or count < 1:
@@ -109,42 +118,62 @@ def compare(given: dict, stop) -> int | None:
         raise ValueError(f"a comparison starts from scratch and needs a validation split ({found}). Leave them out.")
     if (size := distributed.world().size) > 1:
         raise ValueError(f"a comparison is one process ({size}). Start it with python, several with an --out for each.")
+    seeds = list(range(config.seed, config.seed + count))
+    dataclasses.replace(config, seed=seeds[-1])
+    device.choose(config.device, config.dtype, config.compile, device.look(config.device))
+    check(config)
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     shape = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     probe_every = config.probe_every or config.steps
     config = dataclasses.replace(config, model=shape, data=corpus.resolve(config.data), probe_every=probe_every)
-    # Made now, since a mistake should not be met after hours.
-    models = {norm: model.shape_only(dataclasses.replace(shape, norm=norm)) for norm in names}
-    fixed = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
-    fixed["corpus"] = corpus.digest(corpus.load(config.data, tokenizer))
-    out, seeds = Path(out), list(range(config.seed, config.seed + count))
+    ids = corpus.load(config.data, tokenizer)
+    data.Data(ids, shape.context_length, config.batch_size, config.val_fraction, config.seed)
+    parameters = {}
+    for norm in names:
+        count_parameters = model.shape_only(dataclasses.replace(shape, norm=norm)).count_parameters
+        parameters[norm] = {"parameters": count_parameters(), "in_norms": count_parameters("norm")}
+    common = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
+    return seeds, config, parameters, common | {"corpus": corpus.digest(ids), "unit": tokenizer.unit}
+
+
+def compare(given: dict, stop) -> int | None:
+    """Train, write, draw and print what the command line asks for."""
+    from gpt import comparison, corpus
+
+    names, count, out, overwrite = given.pop("what"), given.pop("seeds"), given.pop("out"), given.pop("overwrite")
+    seeds, config, parameters, common = plan(names, count, given)
+    out = Path(out)
     read_results(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the folder ({out.absolute()}: {error.strerror}). Name another.") from None
-    known = out / "results.json"
     with held(out):
-        if overwrite:
-            for path in out.iterdir():
-                if path.name != ".lock":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        results = read_results(out) or {"settings": fixed, "runs": {}}
-        for name, value in fixed.items():
-            if (before := results["settings"].get(name)) != value:
+        old = read_results(out)
+        if old and overwrite:
+            save(out, old | {"runs": {}})  # first, so that a kill leaves no outcome without its run
+            for path in out.glob("*/config.json"):
+                shutil.rmtree(path.parent)
+            old = None
+        results = old or {"format": FORMAT, "settings": common, "runs": {}}
+        before = {name: setting.default for name, setting in SETTINGS.items()} | results["settings"]
+        for name, value in common.items():
+            if before.get(name) != value:
+                found = f"{before.get(name)}, not {value}, in {out}"
                 raise ValueError(
-                    f"the comparison has another {name} ({before}, not {value}, in {out}). Use --overwrite."
+                    f"the comparison has another {name} ({found}). Leave it as it was, or name another --out."
                 )
-        write(known, json.dumps(results, indent=1))
-        size = f"{shape.n_layers} blocks of width {shape.d_model}, {config.steps:,} steps on {corpus.name(config.data)}"
+        save(out, results)
+        shape = f"{config.model.n_layers} blocks of width {config.model.d_model}"
+        size = f"{shape}, {config.steps:,} steps on {corpus.name(config.data)}"
         print(f"compare {', '.join(names)}; seeds {seeds[0]} to {seeds[-1]}\neach    {size}\nfolder  {out}", flush=True)
         if not train_all(names, seeds, config, out, results, stop):
             print(f"stopped; the same command goes on with {out}")
             return 128 + stop.signum
-        parameters = {norm: each.count_parameters for norm, each in models.items()}
-        results["table"] = comparison.summarize(names, seeds, parameters, results["runs"])
-        write(known, json.dumps(results, indent=1))
-        text = comparison.markdown(results["table"], seeds, tokenizer.unit)
+        table = comparison.summarize(names, seeds, results["runs"])
+        results["table"] = [parameters[entry["norm"]] | entry for entry in table]
+        save(out, results)
+        text = comparison.markdown(results["table"], seeds, common["unit"])
         write(out / "results.md", text + "\n")
         draw(names, seeds, out, results["runs"], size)
     print(f"\n{text}\n\n{out}: results.md, results.json, curves.png, depth.png")

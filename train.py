@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from gpt.command_line import CommandLine, Progress
 from gpt.config import TrainConfig, configure, lookup, read_toml
 from gpt.distributed import reported
-from gpt.report import closing, closing_sample, stopped
+from gpt.report import check, closing, closing_sample, stopped
 from gpt.run import StopRequest, append, forget_later_lines, held, new_run, write
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
@@ -38,8 +37,7 @@ def train(
     compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device), world)
     if config.shard and compute.dtype == "float16" and world.size > 1:
         raise ValueError("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
-    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise ValueError("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
+    check(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.joined(world, compute.device))
         return _train(config, out, resume, overwrite, stop, progress, world, compute, stack)
@@ -107,7 +105,8 @@ def _train(config, out, resume, overwrite, stop, progress, world, compute, stack
     progress = progress or stack.enter_context(Progress(config.steps, state["step"], first))
     if first:
         write(run / "config.json", json.dumps(settings, indent=1))
-        log = report.Log(run, config.tensorboard, state["step"])
+        log = report.Log(run, config.tensorboard, state["step"], tokenizer.unit)
+        stack.callback(log.close)
         opening = report.opening(config, model, data, tokenizer, compute, world, run, state["step"])
         warnings = [*filter(None, [warning]), *report.warnings(config, model, data, world, state["step"])]
         progress.begin("\n".join([opening, *changes]), warnings)

@@ -88,7 +88,7 @@ class Progress:
         self._bar = tqdm(
             total=total,
             initial=done,
-            disable=not (shown and sys.stderr.isatty()),
+            disable=not (shown and sys.stderr is not None and sys.stderr.isatty()),
             leave=False,
             dynamic_ncols=True,
             # What matters most comes first, since a narrow terminal shows no more.
@@ -103,9 +103,12 @@ class Progress:
 
     def write(self, text: str):
         """Lines above the bar, broken where the terminal ends."""
+        if sys.stdout is None:
+            return
         if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns
-            text = "\n".join(textwrap.fill(line, width, subsequent_indent=8 * " ") for line in text.splitlines())
+            how = {"width": shutil.get_terminal_size().columns, "subsequent_indent": 8 * " "}
+            how |= {"break_long_words": False, "break_on_hyphens": False}  # a path should stay one word
+            text = "\n".join(textwrap.fill(line, **how) for line in text.splitlines())
         self._bar.write(text)
         sys.stdout.flush()
 
@@ -115,7 +118,7 @@ class Progress:
             self.write(text)
         self._bar.set_description_str(self.label)
         for warning in warnings:
-            if warning not in self._warned:
+            if warning not in self._warned and sys.stderr is not None:
                 self._bar.write(warning, file=sys.stderr)
         self._warned |= {*warnings}
 

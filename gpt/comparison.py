@@ -4,6 +4,10 @@ import math
 import statistics
 
 CHANCE = 0.05  # a difference that chance alone makes more often than this is within the noise
+LEGEND = (
+    "Losses: mean ± standard deviation over the seeds that ended. Differences: mean ± standard error over the seeds in "
+    "which both ended, by a paired t-test. Where there is no difference, one sentence in twenty says lower or higher."
+)
 
 
 def students_p(t: float, freedom: int) -> float:
@@ -17,7 +21,7 @@ def students_p(t: float, freedom: int) -> float:
         total += term
         term *= math.cos(angle) ** 2 * n / (n + 1)
     inside = math.sin(angle) * total
-    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
+    return max(0.0, 1 - (2 / math.pi * (angle + inside) if odd else inside))
 
 
 def paired(differences: list[float]) -> dict:
@@ -32,10 +36,9 @@ def paired(differences: list[float]) -> dict:
     return found
 
 
-def summarize(names: list[str], seeds: list[int], parameters: dict, runs: dict) -> list[dict]:
-    """One entry for each placement: its numbers of parameters, the means of the losses over the seeds that ended, the
-    paired differences to the first placement. `runs` holds the outcome of NAME-SEED, and `parameters` by placement
-    what counts those of a kind."""
+def summarize(names: list[str], seeds: list[int], runs: dict) -> list[dict]:
+    """One entry for each placement: means of the losses over the seeds that ended, paired differences to the first
+    placement over those in which both ended. `runs` holds the outcome of NAME-SEED."""
     table, first = [], names[0]
     for norm in names:
         own = [runs[f"{norm}-{seed}"] for seed in seeds]
@@ -43,8 +46,6 @@ def summarize(names: list[str], seeds: list[int], parameters: dict, runs: dict) 
         losses = [run["val_loss"] for run in ended]
         entry = {
             "norm": norm,
-            "parameters": parameters[norm]("all"),
-            "in_norms": parameters[norm]("norm"),
             "val_loss": statistics.fmean(losses) if losses else None,
             "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
             "best_val_loss": statistics.fmean(run["best_val_loss"] for run in ended) if ended else None,
@@ -68,8 +69,9 @@ def spread(mean: float | None, around: float | None, sign: str = "") -> str:
     return f"{mean:{sign}.4f}" + ("" if around is None else f" ± {around:.4f}")
 
 
-def markdown(table: list[dict], seeds, unit: str) -> str:
-    """The table, and what it says about noise."""
+def markdown(table: list[dict], seeds: list[int], unit: str) -> str:
+    """The table, whose entries have their numbers of "parameters" and of those "in_norms" too, and what it says about
+    noise."""
     first = table[0]["norm"]
     head = ["", "parameters", "in norms", f"validation loss, nats per {unit}", "best", f"difference to {first}"]
     head += [f"lower than {first}", "tokens/s", "stable"]
@@ -83,9 +85,8 @@ def markdown(table: list[dict], seeds, unit: str) -> str:
         cells += [f"{entry['tokens_per_s']:,}" if entry["tokens_per_s"] else ""]
         cells += [f"{len(diverged)} of {len(seeds)} diverged" if diverged else "yes"]
         lines.append("| " + " | ".join(cells) + " |")
-    how = f"Losses are means over {len(seeds)} seeds ± their standard deviation; differences are paired by seed, ± the "
-    words = filter(None, (verdict(entry, first, len(seeds)) for entry in table))
-    return "\n".join([*lines, "", how + "standard error of their mean.", "", *words]).strip()
+    words = list(filter(None, (verdict(entry, first, len(seeds)) for entry in table)))
+    return "\n".join([*lines, "", LEGEND, *([""] if words else []), *words])
 
 
 def verdict(entry: dict, first: str, seeds: int) -> str:
@@ -95,12 +96,13 @@ def verdict(entry: dict, first: str, seeds: int) -> str:
         steps = ", ".join(map(str, entry["diverged"]))
         said.append(f"diverged in {len(entry['diverged'])} of {seeds} runs (at step {steps})")
     if difference and difference["p"] is None:
-        said.append(
-            f"{difference['mean']:+.4f} to {first} with one seed, which says nothing about noise: give --seeds 3"
-        )
+        said.append(f"{difference['mean']:+.4f} to {first} in one pair of runs, which says nothing about noise")
     elif difference:
-        found = f"{spread(difference['mean'], difference['error'], '+')}, p = {difference['p']:.2g}"
+        p = "p < 0.001" if difference["p"] < 0.001 else f"p = {difference['p']:.2g}"
+        found = f"{spread(difference['mean'], difference['error'], '+')}, {p}"
         than = f"{'lower' if difference['mean'] < 0 else 'higher'} than {first}"
         within = f"within the noise of {difference['seeds']} seeds: no difference to {first} is shown"
         said.append(f"{than if difference['p'] < CHANCE else within} ({found})")
+    elif entry["norm"] != first and entry["val_loss"] is not None:
+        said.append(f"no seed in which {first} ended as well")
     return f"- `{entry['norm']}`: {'; '.join(said)}." if said else ""

@@ -120,6 +120,7 @@ def compiled(model, tokens, compute: Compute):
     if compute.compile == "off":
         return model, None
     try:
+        torch.compiler.reset()  # else the ninth model of a process would go uncompiled, without a word
         net = torch.compile(model)
         with compute.autocast():
             net(tokens[:, :-1], tokens[:, 1:]).backward()

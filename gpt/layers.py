@@ -11,7 +11,7 @@ from gpt.config import ModelConfig, lookup
 ACTIVATIONS = {"gelu_tanh": lambda: nn.GELU(approximate="tanh"), "gelu": nn.GELU, "relu": nn.ReLU}
 
 
-FEW_ROWS = 8
+FEW_ROWS = 2
 
 
 def linear(x, weight, bias=None):
@@ -23,7 +23,7 @@ def linear(x, weight, bias=None):
     """
     C = x.size(-1)
     N = x.numel() // C
-    if weight.is_contiguous() or not 1 <= N <= FEW_ROWS:
+    if weight.is_contiguous() or weight.device.type != "cpu" or not 1 <= N <= FEW_ROWS:
         return F.linear(x, weight, bias)
     columns, starts = _bags(N, C, torch.get_num_threads())
     y = F.embedding_bag(columns, weight.t(), starts, mode="sum", per_sample_weights=x.flatten())
@@ -32,6 +32,7 @@ def linear(x, weight, bias=None):
 
 
 @functools.cache
+@torch.inference_mode(False)  # since it is kept for those who want gradients, too
 def _bags(rows: int, width: int, threads: int):
     """All columns for each row, and where each thread's part of a row's sum starts."""
     parts = torch.arange(0, width, -(-width * rows // max(rows, threads)))

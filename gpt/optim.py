@@ -126,11 +126,9 @@ def lr_at(step: int, config) -> float:
 
 
 class Diverged(FloatingPointError):
-    """A run whose loss is not finite, found at `step`."""
+    """A run's loss or weights are not finite, which was found at `step`."""
 
-    def __init__(self, message: str, step: int):
-        super().__init__(message)
-        self.step = step
+    step = None
 
 
 def check_finite(record: dict, scaler, model):
@@ -140,4 +138,6 @@ def check_finite(record: dict, scaler, model):
     if not (finite and all(whole(parameter.isfinite().all()) for parameter in model.parameters())):
         found = f"loss {record['loss']}, rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
         remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
-        raise Diverged(f"the run diverged (step {record['step']}: {found}). {remedy}", record["step"])
+        error = Diverged(f"the run diverged (step {record['step']}: {found}). {remedy}")
+        error.step = record["step"]
+        raise error

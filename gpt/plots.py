@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import warnings
 from pathlib import Path
 
 from matplotlib.figure import Figure  # and not pyplot, which takes as long to import again and looks for a screen
@@ -27,7 +28,7 @@ def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Pat
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_xticks([depth for depth in axis.get_xticks() if start <= depth <= start + len(values) - 1])
         _name_lines(axis, start + len(values) - 1, ends)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     _save(figure, path)
 
 
@@ -49,7 +50,9 @@ def _save(figure, path: Path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".new-{path.name}")  # a picture that is looked at should not be half there
-    figure.savefig(new, dpi=110)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a run's name may have letters that the font lacks
+        figure.savefig(new, dpi=110)
     os.replace(new, path)
 
 
@@ -75,19 +78,20 @@ def depth_by_step(panels: dict[str, tuple[list[int], list[list[float]]]], title:
         axis.set(xlabel="step", ylabel="block")
         axis.yaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(mesh, ax=axis, label=measured)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     _save(figure, path)
 
 
-def training_curve(records: list[dict], title: str, path: Path):
-    """Loss and rate of the lines of a metrics.jsonl, by step."""
+def training_curve(records: list[dict], unit: str, path: Path):
+    """Loss, in nats per `unit`, and rate of the lines of a metrics.jsonl, by step."""
     figure = Figure(figsize=(7, 5), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for number, (key, name) in enumerate({"loss": "training", "val_loss": "validation"}.items()):
         points = [(record["step"], record[key]) for record in records if key in record]
         if points:
             losses.plot(*zip(*points), label=name, marker="o" if number else "", markersize=3, **_look(number))
-    losses.set(title=title, ylabel="loss, nats per token")
+    losses.set_title(path.parent.name, parse_math=False)
+    losses.set_ylabel(f"loss, nats per {unit}")
     losses.legend()
     rates.plot([record["step"] for record in records], [record["lr"] for record in records], **_look(2))
     rates.set(xlabel="step", ylabel="rate", ylim=(0, None))
@@ -106,16 +110,18 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
             steps = sorted(set.intersection(*(set(values) for values in seeds)))
             by_step = [[values[step] for values in seeds] for step in steps]
             look = _look(number)
-            axis.plot(steps, [sum(values) / len(values) for values in by_step], label=name, **look)
+            means = [sum(values) / len(values) for values in by_step]
+            axis.plot(steps, means, label=name, marker="o" if len(steps) < 20 else "", markersize=3, **look)
             lowest, highest = [min(values) for values in by_step], [max(values) for values in by_step]
             axis.fill_between(steps, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
             # The fall of the first steps, the same for all, would leave no room for what follows.
             late = [step >= steps[-1] / 10 for step in steps]
             shown += [*itertools.compress(lowest, late), *itertools.compress(highest, late)]
-        margin = 0.05 * (max(shown) - min(shown)) + 1e-3
-        axis.set_ylim(min(shown) - margin, max(shown) + margin)
+        if shown := [value for value in shown if math.isfinite(value)]:
+            margin = 0.05 * (max(shown) - min(shown)) + 1e-3
+            axis.set_ylim(min(shown) - margin, max(shown) + margin)
         axis.set(xlabel="step", ylabel=measured)
         axis.grid(alpha=0.25)
         axis.legend()
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     _save(figure, path)

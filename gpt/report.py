@@ -1,10 +1,18 @@
 """What a training run says: the lines before it starts, each step's, the warnings; its numbers in its folder."""
 
+import contextlib
+import importlib.util
 import time
 from pathlib import Path
 
 from gpt.config import TrainConfig
 from gpt.run import append, read_lines
+
+
+def check(config: TrainConfig):
+    """Raise ValueError if what the run is to be reported with is not installed."""
+    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise ValueError("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
 
 
 def opening(config: TrainConfig, model, data, tokenizer, compute, world, run, step: int) -> str:
@@ -71,8 +79,8 @@ def stopped(end: dict) -> str:
 class Log:
     """A run's numbers from `step` on, in its folder: metrics.jsonl, curve.png and, if asked, TensorBoard's events."""
 
-    def __init__(self, run: Path, tensorboard: bool, step: int):
-        self.run, self.drawn = run, -float("inf")
+    def __init__(self, run: Path, tensorboard: bool, step: int, unit: str):
+        self.run, self.unit, self.drawn = run, unit, -float("inf")
         self.writer = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -93,8 +101,13 @@ class Log:
         if end or time.monotonic() - self.drawn >= 1:
             from gpt import plots
 
-            plots.training_curve(read_lines(self.run / "metrics.jsonl"), str(self.run), self.run / "curve.png")
+            with contextlib.suppress(OSError):  # Windows replaces no picture that is looked at: the next time will do
+                plots.training_curve(read_lines(self.run / "metrics.jsonl"), self.unit, self.run / "curve.png")
             self.drawn = time.monotonic()
+
+    def close(self):
+        if self.writer:
+            self.writer.close()
 
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:

@@ -5,11 +5,13 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,7 +84,7 @@ def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_
     assert before.items() <= after.items() and len(after) == 6
     assert all(path.stat().st_mtime_ns == modified for path, modified in states.items())
     for other, message in (
-        (["--steps", 7], "the comparison has another steps (6, not 7, in c). Use --overwrite"),
+        (["--steps", 7], "the comparison has another steps (6, not 7, in c). Leave it as it was"),
         (["--data", "other.txt"], "the comparison has another data"),
     ):
         (here / "other.txt").write_text("else " * 500, encoding="utf-8")
@@ -91,13 +93,26 @@ def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_
     (here / "text.txt").write_text("changed " * 500, encoding="utf-8")
     status, _, err = call(compare, "pre", *command, capsys=capsys)
     assert status == 2 and "the comparison has another corpus" in err and outcomes(here / "c") == after
+    shutil.rmtree(here / "c" / "none-8")
+    shutil.copy(here / "c" / "results.json", here / "c" / "mine.json")
     assert call(compare, "pre", "--seeds", 1, *command, "--overwrite", capsys=capsys)[0] == 0
     assert [*outcomes(here / "c")] == ["pre-7"] and not (here / "c" / "post-7").exists()
+    assert (here / "c" / "mine.json").exists()
+
+
+def test_a_run_whose_folder_was_deleted_is_done_again(here, capsys):
+    command = ["pre", "post", "--seeds", 1, "--data", "text.txt", *FLAGS, "--out", "c"]
+    call(compare, *command, capsys=capsys)
+    before = outcomes(here / "c")
+    shutil.rmtree(here / "c" / "post-7")
+    status, out, _ = call(compare, *command, capsys=capsys)
+    assert status == 0 and outcomes(here / "c") == before and re.search("^post 7 +step ", out, re.M)
+    assert not re.search("^pre 7 +step ", out, re.M)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_a_comparison_that_was_ended_goes_on_to_the_same_results(here, capsys, signum):
+def test_a_comparison_that_was_ended_goes_on_to_the_same_results(here, capsys, monkeypatch, signum):
     flags = ["--seeds", 2, "--data", "text.txt", *FLAGS, "--steps", 40, "--save-every", 5]
     flags += ["--eval-every", 20, "--dropout", 0.1]
     command = [sys.executable, ROOT / "compare.py", "pre", "post", *flags, "--out", "ended"]
@@ -116,7 +131,15 @@ def test_a_comparison_that_was_ended_goes_on_to_the_same_results(here, capsys, s
         assert out.endswith("stopped; the same command goes on with ended\n")
     done = outcomes(here / "ended")
     assert len(done) < 4
+    began = []
+
+    def watched(config, out, resume, **arguments):
+        began.append((out, resume))
+        return train.train(config, out, resume, **arguments)
+
+    monkeypatch.setattr(compare, "train", watched)
     assert call(compare, "pre", "post", *flags, "--out", "ended", capsys=capsys)[0] == 0
+    assert began[0] == (str(Path("ended", "post-7")), "last") and len(began) == 4 - len(done)
     assert call(compare, "pre", "post", *flags, "--out", "whole", capsys=capsys)[0] == 0
     assert outcomes(here / "ended") == outcomes(here / "whole") and done.items() <= outcomes(here / "ended").items()
 
@@ -138,6 +161,8 @@ def test_a_run_that_diverges_is_a_result_and_not_the_end(here, capsys, monkeypat
     assert "- `exploding`: diverged in 2 of 2 runs (at step 1, 1)." in out and "| 2 of 2 diverged |" in out
     again = call(compare, *command, capsys=capsys)[1]
     assert " step " not in again.partition("|")[0] and again.partition("|")[2] == out.partition("|")[2]
+    status, out, _ = call(compare, *command[:1], *command[2:-1], "all", capsys=capsys)
+    assert status == 0 and "2 of 2 diverged" in out and (here / "all" / "curves.png").exists()
 
 
 BAD = [
@@ -154,6 +179,9 @@ BAD = [
     (["pre", "--out", "taken", "--overwrite"], "the output folder is not a comparison"),
     (["pre", "post", "--n-heads", "3"], "n_heads must divide d_model"),
     (["pre", "--norm-layer", "batchnorm"], "unknown norm_layer (batchnorm)"),
+    (["pre", "--seed", str(2**63 - 1), "--seeds", "2"], "seed is out of range"),
+    (["pre", "--device", "cuda:9", "--out", "done", "--overwrite"], "the device is not there"),
+    (["pre", "--val-fraction", "0.0001", "--out", "done", "--overwrite"], "the validation split is too short"),
 ]
 
 
@@ -163,6 +191,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, arguments, m
     (here / "taken" / "thesis.txt").write_text("x", encoding="utf-8")
     (here / "other").mkdir()
     (here / "other" / "results.json").write_text('{"mine": 1}', encoding="utf-8")
+    (here / "done").mkdir()
+    (here / "done" / "results.json").write_text('{"format": 1, "settings": {}, "runs": {}}', encoding="utf-8")
     before = sorted(here.rglob("*"))
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     command = [*names, "--data", "text.txt", *FLAGS, *arguments[len(names) :]]
@@ -179,6 +209,7 @@ def test_students_p_is_the_integral_of_its_density(freedom):
         inside = 2 * torch.trapezoid(constant * (1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
         assert students_p(t, freedom) == pytest.approx(1 - float(inside), abs=1e-7)
         assert students_p(-t, freedom) == students_p(t, freedom)
+    assert 0 <= students_p(1e9, freedom) < 1e-8
 
 
 def table_of(*losses):
@@ -189,7 +220,8 @@ def table_of(*losses):
             fields = {"norm": norm, "seed": seed, "val_loss": loss, "best_val_loss": loss, "tokens_per_s": 5}
             runs[f"{norm}-{seed}"] = fields | {"diverged": 3 if loss is None else None}
     seeds = list(range(len(losses[0])))
-    return markdown(summarize(["a", "b"], seeds, dict.fromkeys("ab", lambda kind: 9), runs), seeds, "byte")
+    table = [{"parameters": 9, "in_norms": 2} | entry for entry in summarize(["a", "b"], seeds, runs)]
+    return markdown(table, seeds, "byte")
 
 
 def test_the_words_say_whether_a_difference_is_within_the_noise():
@@ -198,12 +230,14 @@ def test_the_words_say_whether_a_difference_is_within_the_noise():
     text = table_of((1, 2, 3), (1.1, 1.9, 3.01))
     assert "- `b`: within the noise of 3 seeds: no difference to a is shown (+0.0033 ± 0.0578, p = 0.96)." in text
     assert "| 1 of 3 |" in text
-    assert "one seed, which says nothing about noise: give --seeds 3" in table_of((1,), (1.2,))
+    assert "- `b`: +0.2000 to a in one pair of runs, which says nothing about noise." in table_of((1,), (1.2,))
     text = table_of((1, 2, 3), (0.91, None, 2.9))
     assert "- `b`: diverged in 1 of 3 runs (at step 3); lower than a (-0.0950 ± 0.0050, p = 0.033)." in text
     assert "| 1 of 3 diverged |" in text
     assert "- `b`: diverged in 2 of 2 runs (at step 3, 3)." in table_of((1, 2), (None, None))
+    assert "(at step 3); no seed in which a ended as well." in table_of((None, 1), (1, None))
     assert "no difference to a is shown (+0.0000 ± 0.0000, p = 1)" in table_of((1, 2), (1, 2))
+    assert "p < 0.001" in table_of((1, 2, 3), (0.9, 1.9, 2.9001))
 
 
 def test_paired_differences_are_tested_and_not_the_two_groups():
