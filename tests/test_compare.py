@@ -40,6 +40,18 @@ def outcomes(folder):
     return {name: run | {"tokens_per_s": 0, "run": ""} for name, run in runs.items()}
 
 
+def watch(monkeypatch):
+    """The (folder, resume) of each training that compare.py begins from now on."""
+    began = []
+
+    def train_and_tell(config, out, resume, **arguments):
+        began.append((out, resume))
+        return train.train(config, out, resume, **arguments)
+
+    monkeypatch.setattr(compare, "train", train_and_tell)
+    return began
+
+
 def test_a_comparison_is_the_same_training_and_its_table_is_the_losses(here, text_file, capsys):
     command = ["pre", "post", "rezero", "--seeds", 2, "--data", "text.txt", *FLAGS, "--out", "c"]
     status, out, err = call(compare, *command, capsys=capsys)
@@ -73,16 +85,16 @@ def test_a_comparison_is_the_same_training_and_its_table_is_the_losses(here, tex
         assert (here / "c" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_seeds(here, capsys):
+def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_seeds(here, capsys, monkeypatch):
     command = ["--data", "text.txt", *FLAGS, "--out", "c"]
     call(compare, "pre", "post", "--seeds", 1, *command, capsys=capsys)
     before = outcomes(here / "c")
-    states = {path: path.stat().st_mtime_ns for path in (here / "c").glob("*/last")}
+    began = watch(monkeypatch)
     status, out, _ = call(compare, "pre", "post", "none", "--seeds", 2, *command, capsys=capsys)
     assert status == 0 and " step " not in out.partition("none 7")[0]
     after = outcomes(here / "c")
     assert before.items() <= after.items() and len(after) == 6
-    assert all(path.stat().st_mtime_ns == modified for path, modified in states.items())
+    assert began == [(str(Path("c", name)), None) for name in ("none-7", "pre-8", "post-8", "none-8")]
     for other, message in (
         (["--steps", 7], "the comparison has another steps (6, not 7, in c). Leave it as it was"),
         (["--data", "other.txt"], "the comparison has another data"),
@@ -131,13 +143,7 @@ def test_a_comparison_that_was_ended_goes_on_to_the_same_results(here, capsys, m
         assert out.endswith("stopped; the same command goes on with ended\n")
     done = outcomes(here / "ended")
     assert len(done) < 4
-    began = []
-
-    def watched(config, out, resume, **arguments):
-        began.append((out, resume))
-        return train.train(config, out, resume, **arguments)
-
-    monkeypatch.setattr(compare, "train", watched)
+    began = watch(monkeypatch)
     assert call(compare, "pre", "post", *flags, "--out", "ended", capsys=capsys)[0] == 0
     assert began[0] == (str(Path("ended", "post-7")), "last") and len(began) == 4 - len(done)
     assert call(compare, "pre", "post", *flags, "--out", "whole", capsys=capsys)[0] == 0

@@ -83,9 +83,9 @@ def test_tensorboard_gets_what_metrics_jsonl_gets_also_after_a_resume(tmp_path, 
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = {"data": str(text_file), "tensorboard": True, "save_every": 3}
-    train.train(toy_config(steps=3, **config), str(tmp_path / "r"))
-    train.train(toy_config(steps=6, **config), str(tmp_path / "r"), "last")
+    config = {"data": str(text_file), "tensorboard": True, "save_every": 3, "keep": 9}
+    train.train(toy_config(steps=5, **config), str(tmp_path / "r"))
+    train.train(toy_config(steps=6, **config | {"seed": 5}), str(tmp_path / "r"), "3")
     events = EventAccumulator(str(tmp_path / "r"))
     events.Reload()
     records = read_lines(tmp_path / "r" / "metrics.jsonl")
