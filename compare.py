@@ -4,6 +4,7 @@ The same command again goes on where it stopped; with more placements or seeds i
 
 import dataclasses
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -54,7 +55,7 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
     with Progress(len(planned) * config.steps, done) as progress:
         for norm, seed in left:
             run = folder_of(out, norm, seed)
-            progress.label = f"{norm} {seed}".ljust(wide)
+            progress.label = f"{norm} {seed}".ljust(wide) + f"{planned.index((norm, seed)) + 1}/{len(planned)}  "
             own = dataclasses.replace(config, seed=seed, model=dataclasses.replace(config.model, norm=norm))
             outcome = {"norm": norm, "seed": seed, "diverged": None}
             resume = "last" if (norm, seed) in begun else None
@@ -78,11 +79,11 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
     return True
 
 
-def draw(names, seeds, out: Path, runs: dict, title: str):
+def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
     """curves.png and depth.png."""
     from gpt import plots
 
-    losses = {"training loss": {}, "validation loss": {}}
+    losses = {f"training loss, nats per {unit}": {}, f"validation loss, nats per {unit}": {}}
     profiles = {}
     for norm in names:
         ended = [seed for seed in seeds if runs[f"{norm}-{seed}"]["diverged"] is None]
@@ -98,17 +99,24 @@ def draw(names, seeds, out: Path, runs: dict, title: str):
         for key, text in measured.items()
         for when in dict.fromkeys(when for profile in profiles.values() for when in profile)
     }
-    plots.depth_lines({what: lines for what, lines in panels.items() if lines}, title, out / "depth.png")
+    plots.depth_lines({what: lines for what, lines in panels.items() if lines}, f"{title}: one seed", out / "depth.png")
 
 
-def plan(names: list[str], count: int, given: dict):
-    """The seeds, the configuration, the models' parameters by placement and what the runs have in common. Raises
-    ValueError for whatever would end a run, so that no mistake is met after hours."""
+def plan(words: list[str], count: int, given: dict):
+    """By placement that the words name, its numbers of parameters and its depth profile at the start; the seeds; the
+    configuration; what the runs have in common. Raises ValueError for whatever would end a run, so that no mistake is
+    met after hours."""
+    import torch
+
     from gpt import corpus, data, device, distributed, model
+    from gpt.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
 
-    settings = read_toml(names.pop(0)) if names[0].endswith(".toml") else {}
-    config = configure(settings | given)
+    files = [word for word in words if word.endswith(".toml")]
+    names = [name for word in words if word not in files for name in word.replace(",", " ").split()]
+    if len(files) > 1:
+        raise ValueError(f"two configurations ({', '.join(files)}). Name one.")
+    config = configure((read_toml(files[0]) if files else {}) | given)
     if not names or count < 1:
         raise ValueError(f"nothing to compare ({len(names)} placements, {count} seeds). Give at least one of both.")
     if len({*names}) < len(names):
@@ -127,22 +135,33 @@ def plan(names: list[str], count: int, given: dict):
     probe_every = config.probe_every or config.steps
     config = dataclasses.replace(config, model=shape, data=corpus.resolve(config.data), probe_every=probe_every)
     ids = corpus.load(config.data, tokenizer)
-    data.Data(ids, shape.context_length, config.batch_size, config.val_fraction, config.seed)
-    parameters = {}
+    splits = data.Data(ids, shape.context_length, config.batch_size, config.val_fraction, config.seed)
+    starts = {}
     for norm in names:
-        count_parameters = model.shape_only(dataclasses.replace(shape, norm=norm)).count_parameters
-        parameters[norm] = {"parameters": count_parameters(), "in_norms": count_parameters("norm")}
+        torch.manual_seed(config.seed)
+        fresh = model.GPT(dataclasses.replace(shape, norm=norm))
+        counts = {"parameters": fresh.count_parameters(), "in_norms": fresh.count_parameters("norm")}
+        starts[norm] = counts, depth_profile(fresh, splits.few_rows())
     common = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
-    return seeds, config, parameters, common | {"corpus": corpus.digest(ids), "unit": tokenizer.unit}
+    return starts, seeds, config, common | {"corpus": corpus.digest(ids), "unit": tokenizer.unit}
+
+
+def same_start(one: dict, other: dict) -> bool:
+    """Whether two depth profiles are of the same weights and code: equal, up to what devices round differently."""
+    return all(
+        math.isclose(a, b, rel_tol=1e-2) or not math.isfinite(a + b)
+        for name in other
+        for a, b in zip(one[name], other[name])
+    )
 
 
 def compare(given: dict, stop) -> int | None:
     """Train, write, draw and print what the command line asks for."""
     from gpt import comparison, corpus
 
-    names, count, out, overwrite = given.pop("what"), given.pop("seeds"), given.pop("out"), given.pop("overwrite")
-    seeds, config, parameters, common = plan(names, count, given)
-    out = Path(out)
+    words, count, out, overwrite = (given.pop(name) for name in ("what", "seeds", "out", "overwrite"))
+    starts, seeds, config, common = plan(words, count, given)
+    names, out = [*starts], Path(out)
     read_results(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -160,28 +179,39 @@ def compare(given: dict, stop) -> int | None:
         for name, value in common.items():
             if before.get(name) != value:
                 found = f"{before.get(name)}, not {value}, in {out}"
+                raise ValueError(f"the comparison has another {name} ({found}). Leave it, or name another --out.")
+        for norm, (_, profile) in starts.items():
+            probes = read_lines(folder_of(out, norm, config.seed) / "probe.jsonl")
+            if probes and not same_start(probes[0], profile):
+                found = f"{norm}, whose runs are in {out}"
                 raise ValueError(
-                    f"the comparison has another {name} ({found}). Leave it as it was, or name another --out."
+                    f"the placement has changed since ({found}). Delete those runs, or name another --out."
                 )
         save(out, results)
         shape = f"{config.model.n_layers} blocks of width {config.model.d_model}"
         size = f"{shape}, {config.steps:,} steps on {corpus.name(config.data)}"
-        print(f"compare {', '.join(names)}; seeds {seeds[0]} to {seeds[-1]}\neach    {size}\nfolder  {out}", flush=True)
+        many = f"seeds {seeds[0]} to {seeds[-1]}" if count > 1 else f"seed {seeds[0]}"
+        print(f"compare {', '.join(names)}; {many}\neach    {size}\nfolder  {out}", flush=True)
         if not train_all(names, seeds, config, out, results, stop):
             print(f"stopped; the same command goes on with {out}")
             return 128 + stop.signum
         table = comparison.summarize(names, seeds, results["runs"])
-        results["table"] = [parameters[entry["norm"]] | entry for entry in table]
+        results["table"] = [starts[entry["norm"]][0] | entry for entry in table]
         save(out, results)
         text = comparison.markdown(results["table"], seeds, common["unit"])
         write(out / "results.md", text + "\n")
-        draw(names, seeds, out, results["runs"], size)
-    print(f"\n{text}\n\n{out}: results.md, results.json, curves.png, depth.png")
+        draw(names, seeds, out, results["runs"], size, common["unit"])
+    print("\n" + (comparison.overview(results["table"], seeds) if sys.stdout.isatty() else text))
+    print(f"\n{out}: results.md, results.json, curves.png, depth.png")
+    if others := {run["norm"] for run in results["runs"].values()} - {*names}:
+        print(f"there, and not in these: {', '.join(sorted(others))}")
 
 
 def main(argv: list[str]):
     usage = "compare.py [CONFIG.toml] BLOCK... [--seeds N] [--SETTING VALUE]..."
-    command = CommandLine(prog="compare.py", usage=usage, description=__doc__)
+    hints = {"": "Placements stand side by side, before the flags.", "--resume": "The same command goes on."}
+    hints |= {"--norm": "Name placements without a flag.", "--init": "A comparison starts from scratch."}
+    command = CommandLine(hints, prog="compare.py", usage=usage, description=__doc__)
     text = "settings from a file, and the placements; the first is what the others are compared to"
     command.add_argument("what", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")

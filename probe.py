@@ -64,7 +64,7 @@ def table(profiles: dict, start: int = 1):
 
 def probe(given: dict):
     """Measure what the command line names, print it and draw it."""
-    from gpt import BLOCKS, plots, pretrained
+    from gpt import BLOCKS, checkpoint, plots, pretrained
     from gpt.depth import random_stack
     from gpt.run import saved_runs
 
@@ -78,7 +78,7 @@ def probe(given: dict):
         alone = run or "stack"
         raise ValueError(f"nothing can be added to {alone} ({', '.join([*names, *given])}). Leave the rest out.")
     if names == ["stack"]:
-        start, title = 0, "Twelve random layers: plain with gain 0.7 and 1.3, a norm, a residual, both"
+        start, title = 0, "Twelve random layers"
         profiles = {name: random_stack(**settings) for name, settings in STACKS.items()}
     elif run:
         whose = "the default corpus" if pretrained.recognizes(run) else "its own validation text"
@@ -86,6 +86,8 @@ def probe(given: dict):
         along_training = Path(run, "probe.jsonl") if Path(run, "probe.jsonl").exists() else None
     else:
         for name in names:
+            if Path(name).is_dir():
+                checkpoint.find(name)
             if name not in BLOCKS:
                 raise ValueError(unknown("placement or run", name, [*BLOCKS, *map(str, saved_runs())]))
         config = ModelConfig(**{"n_layers": DEPTH} | given)
@@ -101,14 +103,14 @@ def probe(given: dict):
     else:
         shown = {key: text for key, text in SHOWN.items() if all(key in profile for profile in profiles.values())}
         panels = {text: {name: profile[key] for name, profile in profiles.items()} for key, text in shown.items()}
-        plots.depth_lines(panels, title, out, start)
+        plots.depth_lines(panels, title, out, start, "layer" if start == 0 else "block")
     print(f"\npicture {out}")
 
 
 def main(argv: list[str]):
-    command = CommandLine(
-        prog="probe.py", usage="probe.py BLOCK...|RUN|gpt2|stack [--SETTING VALUE]...", description=__doc__
-    )
+    hints = {"": "Placements stand side by side, before the flags."}
+    usage = "probe.py BLOCK...|RUN|gpt2|stack [--SETTING VALUE]..."
+    command = CommandLine(hints, prog="probe.py", usage=usage, description=__doc__)
     command.add_argument(
         "what", nargs="+", metavar="BLOCK|RUN|gpt2|stack", help="placements, or a run, weights or stack"
     )

@@ -77,7 +77,8 @@ def read_prompt(given) -> str:
 
 
 def main(argv: list[str]):
-    command = CommandLine(prog="sample.py", description=__doc__)
+    hints = {"": "A prompt is --prompt TEXT."}
+    command = CommandLine(hints, prog="sample.py", description=__doc__)
     command.add_argument(
         "run",
         nargs="?",

@@ -186,7 +186,9 @@ def _train(config, out, resume, overwrite, stop, progress, world, compute, stack
 
 
 def main(argv: list[str]):
-    command = CommandLine(prog="train.py", usage="train.py [CONFIG.toml] [--SETTING VALUE]...", description=__doc__)
+    hints = {"": "A setting is a flag, as --norm post."}
+    usage = "train.py [CONFIG.toml] [--SETTING VALUE]..."
+    command = CommandLine(hints, prog="train.py", usage=usage, description=__doc__)
     command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings from a file, as configs/tiny.toml")
     command.add_settings()
     command.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")

@@ -199,7 +199,7 @@ def prepare(names: list[str], out: str, tokenizer: str, workers: int, shard_toke
 
 
 def main(argv: list[str]):
-    command = CommandLine(prog="data/prepare.py", description=__doc__)
+    command = CommandLine({"": "Name texts first, then the flags."}, prog="data/prepare.py", description=__doc__)
     command.add_argument("texts", nargs="+", metavar="FOLDER_OR_FILE", help="what to read, in this order")
     command.add_argument("--out", required=True, metavar="FOLDER", help="where to, for train.py --data FOLDER")
     command.add_argument("--tokenizer", default="gpt2", help="bytes or gpt2 (default: %(default)s)")

@@ -105,6 +105,8 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     if not (folder / "last").exists():
         if not folder.exists() and (runs := saved_runs()):
             raise ValueError(unknown("run", str(folder), [str(run) for run in runs]))
+        if inside := saved_runs(folder):
+            raise ValueError(f"that is a folder of runs ({folder}). Name one of them, as {inside[-1]}.")
         again = " --overwrite" if (folder / "config.json").exists() else ""  # a run that was ended before it saved
         if not again and (folder.is_file() or (folder.exists() and any(folder.iterdir()))):
             raise ValueError(f"that is no run ({folder.absolute()}). Name a run's folder, as runs/python-docs-pre.")

@@ -12,10 +12,12 @@ from gpt.config import SETTINGS, kind_of, unknown
 
 
 class CommandLine(argparse.ArgumentParser):
-    """argparse, with underscores for dashes, the nearest flag for a misspelt one and every error in one line."""
+    """argparse, with underscores for dashes, the nearest flag for a misspelt one and every error in one line. `hints`
+    are remedies for what a script does not take: by flag, and under "" for a word too many."""
 
-    def __init__(self, **arguments):
+    def __init__(self, hints: dict[str, str] | None = None, **arguments):
         super().__init__(allow_abbrev=False, **arguments)
+        self.hints = {"": "See --help."} | (hints or {})
 
     def add_settings(self, names=SETTINGS, **defaults):
         """One flag for each setting. What the user does not give is absent from the parsed namespace; `defaults` are
@@ -38,9 +40,9 @@ class CommandLine(argparse.ArgumentParser):
         if extra:
             flags = [option for action in self._actions for option in action.option_strings]
             name = extra[0].partition("=")[0]
-            if name.startswith("-"):
+            if name.startswith("-") and name not in self.hints:
                 self.fail(unknown("flag", name, flags), 2)
-            self.fail(f"unexpected argument ({extra[0]}). A setting is a flag, as --steps 500.", 2)
+            self.fail(f"unexpected argument ({extra[0]}). {self.hints[name if name in self.hints else '']}", 2)
         return known
 
     def error(self, message):

@@ -6,7 +6,8 @@ import statistics
 CHANCE = 0.05  # a difference that chance alone makes more often than this is within the noise
 LEGEND = (
     "Losses: mean ± standard deviation over the seeds that ended. Differences: mean ± standard error over the seeds in "
-    "which both ended, by a paired t-test. Where there is no difference, one sentence in twenty says lower or higher."
+    "which both ended, by a paired t-test at 5%: where there is no difference, one sentence in twenty says lower or "
+    "higher. tokens/s: median, of a machine that may have had other work."
 )
 
 
@@ -85,24 +86,41 @@ def markdown(table: list[dict], seeds: list[int], unit: str) -> str:
         cells += [f"{entry['tokens_per_s']:,}" if entry["tokens_per_s"] else ""]
         cells += [f"{len(diverged)} of {len(seeds)} diverged" if diverged else "yes"]
         lines.append("| " + " | ".join(cells) + " |")
-    words = list(filter(None, (verdict(entry, first, len(seeds)) for entry in table)))
-    return "\n".join([*lines, "", LEGEND, *([""] if words else []), *words])
+    words = [(entry["norm"], verdict(entry, first, len(seeds))) for entry in table]
+    said = [f"- `{norm}`: {text}." for norm, text in words if text]
+    return "\n".join([*lines, "", LEGEND, *([""] if said else []), *said])
+
+
+def overview(table: list[dict], seeds: list[int]) -> str:
+    """The same in short, for a terminal."""
+    first = table[0]["norm"]
+    lines = [("", "validation loss", f"less that of {first}", "")]
+    for entry in table:
+        difference = entry["difference"] or {}
+        losses = (
+            spread(entry["val_loss"], entry["deviation"]),
+            spread(difference.get("mean"), difference.get("error"), "+"),
+        )
+        lines.append((entry["norm"], *losses, verdict(entry, first, len(seeds))))
+    widths = [max(map(len, column)) for column in list(zip(*lines))[:3]]
+    return "\n".join("  ".join([*map(str.ljust, line[:3], widths), line[3]]).rstrip() for line in lines)
 
 
 def verdict(entry: dict, first: str, seeds: int) -> str:
-    """A sentence on one placement; none if there is nothing to say."""
+    """What is to be said of one placement; nothing of a first one that is stable."""
     said, difference = [], entry["difference"]
     if entry["diverged"]:
         steps = ", ".join(map(str, entry["diverged"]))
         said.append(f"diverged in {len(entry['diverged'])} of {seeds} runs (at step {steps})")
     if difference and difference["p"] is None:
-        said.append(f"{difference['mean']:+.4f} to {first} in one pair of runs, which says nothing about noise")
+        said.append("one pair of runs says nothing about noise")
+    elif difference and difference["mean"] == difference["error"] == 0:
+        said.append(f"the same losses as {first}")
     elif difference:
         p = "p < 0.001" if difference["p"] < 0.001 else f"p = {difference['p']:.2g}"
-        found = f"{spread(difference['mean'], difference['error'], '+')}, {p}"
-        than = f"{'lower' if difference['mean'] < 0 else 'higher'} than {first}"
-        within = f"within the noise of {difference['seeds']} seeds: no difference to {first} is shown"
-        said.append(f"{than if difference['p'] < CHANCE else within} ({found})")
+        than = f"{'lower' if difference['mean'] < 0 else 'higher'} than {first}, {p}"
+        within = f"within the noise of {difference['seeds']} seeds, {p}: more of them would have to tell"
+        said.append(than if difference["p"] < CHANCE else within)
     elif entry["norm"] != first and entry["val_loss"] is not None:
-        said.append(f"no seed in which {first} ended as well")
-    return f"- `{entry['norm']}`: {'; '.join(said)}." if said else ""
+        said.append(f"no seed in which {first} ended as well: name another placement first")
+    return "; ".join(said)

@@ -231,7 +231,7 @@ def read_toml(path: str | Path) -> dict:
         return settings
     except OSError as error:
         found = f"{Path(path).absolute()}: {error.strerror}"
-        remedy = "Name a .toml file, as configs/tiny.toml; a setting is a flag, as --steps 500."
+        remedy = "Name a .toml file, as configs/tiny.toml; a setting is a flag, as --norm post."
         raise ValueError(f"cannot read the configuration ({found}). {remedy}") from None
     except (ValueError, RecursionError) as error:  # TOML's and UTF-8's errors are both ValueErrors
         remedy = "Write one `key = value` a line. A text to train on is --data FILE."

@@ -12,22 +12,21 @@ from matplotlib.figure import Figure  # and not pyplot, which takes as long to i
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
 
 
-def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Path, start: int = 1):
+def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Path, start: int = 1, counted="block"):
     """One log-scaled panel for each entry, {what is measured: {line's name: values by depth}}, saved to `path`.
-    `start` is the depth of the first value."""
+    `start` is the depth of the first value; depth is `counted` in blocks or layers."""
     figure, axes = _panels(len(panels))
     for axis, (measured, lines) in zip(axes, panels.items()):
         ends = []
         for number, (name, values) in enumerate(lines.items()):
             look = _look(number)
             axis.plot(range(start, start + len(values)), values, marker="o", markersize=3, **look)
-            ends.append((values[-1], name, look["color"]))
-        axis.set(xlabel="block", ylabel=measured, yscale="log")
+            ends.append((start + len(values) - 1, values[-1], name, look["color"]))
+        axis.set(xlabel=counted, ylabel=measured, yscale="log")
         axis.grid(alpha=0.25)
-        axis.set_xlim(right=start + len(values) - 1 + 0.2 * len(values))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_xticks([depth for depth in axis.get_xticks() if start <= depth <= start + len(values) - 1])
-        _name_lines(axis, start + len(values) - 1, ends)
+        _name_lines(axis, ends)
     figure.suptitle(title, parse_math=False)
     _save(figure, path)
 
@@ -56,16 +55,22 @@ def _save(figure, path: Path):
     os.replace(new, path)
 
 
-def _name_lines(axis, depth, ends):
-    # Beside its line, and moved up where two lines end close to each other.
+def _name_lines(axis, ends):
+    """Write each name beside the end of its line, (x, y, name, colour), away from the others where they are close."""
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right + 0.17 * (right - left))
     axis.figure.canvas.draw()
-    lowest = None
-    for value, name, colour in sorted(ends):
-        pixel = axis.transData.transform((depth, value))[1]
-        pixel = pixel if lowest is None else max(pixel, lowest + 15)
-        lowest = pixel
+    ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
+    pixels = [axis.transData.transform(end[:2])[1] for end in ends]
+    for number in range(1, len(pixels)):
+        pixels[number] = max(pixels[number], pixels[number - 1] + 15)
+    top = axis.bbox.y1 - 8
+    for number in reversed(range(len(pixels))):
+        top = pixels[number] = min(pixels[number], top)
+        top -= 15
+    for (x, _, name, colour), pixel in zip(ends, pixels):
         y = axis.transData.inverted().transform((0, pixel))[1]
-        axis.annotate(name, (depth, y), xytext=(8, 0), textcoords="offset points", color=colour, va="center")
+        axis.annotate(name, (x, y), xytext=(8, 0), textcoords="offset points", color=colour, va="center")
 
 
 def depth_by_step(panels: dict[str, tuple[list[int], list[list[float]]]], title: str, path: Path):
@@ -105,13 +110,16 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
     seeds, and the range between the lowest and the highest as a band."""
     figure, axes = _panels(len(panels))
     for axis, (measured, lines) in zip(axes, panels.items()):
-        shown = []
+        shown, ends = [], []
         for number, (name, seeds) in enumerate(lines.items()):
             steps = sorted(set.intersection(*(set(values) for values in seeds)))
             by_step = [[values[step] for values in seeds] for step in steps]
             look = _look(number)
             means = [sum(values) / len(values) for values in by_step]
-            axis.plot(steps, means, label=name, marker="o" if len(steps) < 20 else "", markersize=3, **look)
+            if not steps:
+                continue
+            axis.plot(steps, means, marker="o" if len(steps) < 20 else "", markersize=3, **look)
+            ends.append((steps[-1], means[-1], name, look["color"]))
             lowest, highest = [min(values) for values in by_step], [max(values) for values in by_step]
             axis.fill_between(steps, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
             # The fall of the first steps, the same for all, would leave no room for what follows.
@@ -122,6 +130,6 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
             axis.set_ylim(min(shown) - margin, max(shown) + margin)
         axis.set(xlabel="step", ylabel=measured)
         axis.grid(alpha=0.25)
-        axis.legend()
+        _name_lines(axis, ends)
     figure.suptitle(title, parse_math=False)
     _save(figure, path)

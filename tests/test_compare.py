@@ -21,7 +21,7 @@ import compare
 import train
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt.blocks import Block
-from gpt.comparison import markdown, paired, students_p, summarize
+from gpt.comparison import markdown, overview, paired, students_p, summarize
 from gpt.run import read_lines
 
 RUN = TOY_RUN | {"steps": 6, "eval_every": 3, "seed": 7}
@@ -79,7 +79,7 @@ def test_a_comparison_is_the_same_training_and_its_table_is_the_losses(here, tex
     assert rows["post"][4] == f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
     assert rows["post"][5] == f"{sum(d < 0 for d in differences)} of 2" and rows["pre"][4:6] == ["", ""]
     # Each log step of each run is a line, for want of a terminal.
-    assert len(re.findall(r"^(pre|post|rezero) +[78] +step ", out, re.M)) == 6 * 6
+    assert len(re.findall(r"^(pre|post|rezero) +[78] +\d/6 +step ", out, re.M)) == 6 * 6
     assert [record["step"] for record in read_lines(here / "c" / "pre-7" / "probe.jsonl")] == [0, 6]
     for name in ("curves.png", "depth.png", "pre-7/curve.png"):
         assert (here / "c" / name).read_bytes().startswith(b"\x89PNG")
@@ -96,7 +96,7 @@ def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_
     assert before.items() <= after.items() and len(after) == 6
     assert began == [(str(Path("c", name)), None) for name in ("none-7", "pre-8", "post-8", "none-8")]
     for other, message in (
-        (["--steps", 7], "the comparison has another steps (6, not 7, in c). Leave it as it was"),
+        (["--steps", 7], "the comparison has another steps (6, not 7, in c). Leave it, or name another --out."),
         (["--data", "other.txt"], "the comparison has another data"),
     ):
         (here / "other.txt").write_text("else " * 500, encoding="utf-8")
@@ -112,14 +112,59 @@ def test_a_finished_comparison_does_nothing_again_and_takes_more_placements_and_
     assert (here / "c" / "mine.json").exists()
 
 
+def test_a_placement_that_has_changed_since_is_not_passed_off_as_what_it_was(here, capsys, monkeypatch):
+    class Half(Block):
+        def forward(self, x):
+            x = x + self.attn(self.attn_norm(x)) / 2
+            return x + self.mlp(self.mlp_norm(x)) / 2
+
+    class Eighth(Half):
+        def forward(self, x):
+            x = x + self.attn(self.attn_norm(x)) / 8
+            return x + self.mlp(self.mlp_norm(x)) / 8
+
+    command = ["pre", "half", "--seeds", 1, "--data", "text.txt", *FLAGS, "--out", "c"]
+    monkeypatch.setitem(BLOCKS, "half", Half)
+    assert call(compare, *command, capsys=capsys)[0] == call(compare, *command, capsys=capsys)[0] == 0
+    monkeypatch.setitem(BLOCKS, "half", Eighth)
+    status, _, err = call(compare, *command, capsys=capsys)
+    assert status == 2 and "the placement has changed since (half, whose runs are in c). Delete those runs" in err
+    assert call(compare, "pre", *command[2:], capsys=capsys)[0] == 0
+    shutil.rmtree(here / "c" / "half-7")
+    assert call(compare, *command, capsys=capsys)[0] == 0
+
+
+def test_placements_may_have_commas_and_a_configuration_anywhere_among_them(here, capsys):
+    (here / "c.toml").write_text("steps = 3\nwarmup_steps = 2", encoding="utf-8")
+    flags = ["--data", "text.txt", *FLAGS[: FLAGS.index("--steps")], *FLAGS[FLAGS.index("--steps") + 2 :], "--out", "c"]
+    status, out, _ = call(compare, "pre,post", "c.toml", "none", "--seeds", 1, *flags, capsys=capsys)
+    assert status == 0 and out.startswith("compare pre, post, none; seed 7\n") and " 3 steps on text" in out
+    out = call(compare, "c.toml", "pre", "--seeds", 1, *flags, capsys=capsys)[1]
+    assert out.endswith("there, and not in these: none, post\n")
+
+
+def test_a_terminal_gets_the_same_in_short():
+    runs = {
+        f"{norm}-{seed}": outcome(norm, seed, 1.5 + seed + 0.1 * (norm == "reordered"))
+        for norm in ("pre", "reordered")
+        for seed in range(3)
+    }
+    text = overview(summarize(["pre", "reordered"], [0, 1, 2], runs), [0, 1, 2])
+    assert text.splitlines() == [
+        "           validation loss  less that of pre",
+        "pre        2.5000 ± 1.0000",
+        "reordered  2.6000 ± 1.0000  +0.1000 ± 0.0000  higher than pre, p < 0.001",
+    ]
+
+
 def test_a_run_whose_folder_was_deleted_is_done_again(here, capsys):
     command = ["pre", "post", "--seeds", 1, "--data", "text.txt", *FLAGS, "--out", "c"]
     call(compare, *command, capsys=capsys)
     before = outcomes(here / "c")
     shutil.rmtree(here / "c" / "post-7")
     status, out, _ = call(compare, *command, capsys=capsys)
-    assert status == 0 and outcomes(here / "c") == before and re.search("^post 7 +step ", out, re.M)
-    assert not re.search("^pre 7 +step ", out, re.M)
+    assert status == 0 and outcomes(here / "c") == before and re.search("^post 7 +2/2 +step ", out, re.M)
+    assert not re.search("^pre 7 +1/2 +step ", out, re.M)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
@@ -176,7 +221,10 @@ BAD = [
     (["pre", "post", "pre"], "a placement is named twice (pre, post, pre)"),
     (["text.toml"], "cannot read the configuration"),
     (["pre", "--seeds", "0"], "nothing to compare (1 placements, 0 seeds)"),
-    (["pre", "--norm", "post"], "unknown flag (--norm)"),
+    (["pre", "--norm", "post"], "unexpected argument (--norm). Name placements without a flag."),
+    (["pre", "--resume"], "unexpected argument (--resume). The same command goes on."),
+    (["pre", "--keep", "3", "post"], "unexpected argument (post). Placements stand side by side"),
+    (["a.toml", "pre", "b.toml"], "two configurations (a.toml, b.toml)"),
     (["pre", "--val-fraction", "0"], "needs a validation split"),
     (["pre", "--data", "nowhere.txt"], "no such file"),
     (["pre", "--out", "taken"], "the output folder is not a comparison"),
@@ -218,31 +266,35 @@ def test_students_p_is_the_integral_of_its_density(freedom):
     assert 0 <= students_p(1e9, freedom) < 1e-8
 
 
+def outcome(norm, seed, loss):
+    """Of a run that ended, or with the loss None diverged."""
+    fields = {"norm": norm, "seed": seed, "val_loss": loss, "best_val_loss": loss, "tokens_per_s": 5}
+    return fields | {"diverged": 3 if loss is None else None}
+
+
 def table_of(*losses):
     """Of `a` and `b`, whose validation losses are given seed by seed; None has diverged."""
-    runs = {}
-    for norm, own in zip("ab", losses):
-        for seed, loss in enumerate(own):
-            fields = {"norm": norm, "seed": seed, "val_loss": loss, "best_val_loss": loss, "tokens_per_s": 5}
-            runs[f"{norm}-{seed}"] = fields | {"diverged": 3 if loss is None else None}
+    runs = {f"{norm}-{s}": outcome(norm, s, loss) for norm, own in zip("ab", losses) for s, loss in enumerate(own)}
     seeds = list(range(len(losses[0])))
     table = [{"parameters": 9, "in_norms": 2} | entry for entry in summarize(["a", "b"], seeds, runs)]
     return markdown(table, seeds, "byte")
 
 
 def test_the_words_say_whether_a_difference_is_within_the_noise():
-    assert "- `b`: lower than a (-0.1000 ± 0.0058, p = 0.0033)." in table_of((1, 2, 3), (0.91, 1.89, 2.9))
-    assert "- `b`: higher than a (" in table_of((1, 2, 3), (1.11, 2.1, 3.09))
+    assert "- `b`: lower than a, p = 0.0033." in table_of((1, 2, 3), (0.91, 1.89, 2.9))
+    assert "- `b`: higher than a, p = " in table_of((1, 2, 3), (1.11, 2.1, 3.09))
     text = table_of((1, 2, 3), (1.1, 1.9, 3.01))
-    assert "- `b`: within the noise of 3 seeds: no difference to a is shown (+0.0033 ± 0.0578, p = 0.96)." in text
+    assert "- `b`: within the noise of 3 seeds, p = 0.96: more of them would have to tell." in text
     assert "| 1 of 3 |" in text
-    assert "- `b`: +0.2000 to a in one pair of runs, which says nothing about noise." in table_of((1,), (1.2,))
+    assert "- `b`: one pair of runs says nothing about noise." in table_of((1,), (1.2,))
     text = table_of((1, 2, 3), (0.91, None, 2.9))
-    assert "- `b`: diverged in 1 of 3 runs (at step 3); lower than a (-0.0950 ± 0.0050, p = 0.033)." in text
+    assert "- `b`: diverged in 1 of 3 runs (at step 3); lower than a, p = 0.033." in text
     assert "| 1 of 3 diverged |" in text
     assert "- `b`: diverged in 2 of 2 runs (at step 3, 3)." in table_of((1, 2), (None, None))
-    assert "(at step 3); no seed in which a ended as well." in table_of((None, 1), (1, None))
-    assert "no difference to a is shown (+0.0000 ± 0.0000, p = 1)" in table_of((1, 2), (1, 2))
+    assert "(at step 3); no seed in which a ended as well: name another placement first." in table_of(
+        (None, 1), (1, None)
+    )
+    assert "- `b`: the same losses as a." in table_of((1, 2), (1, 2))
     assert "p < 0.001" in table_of((1, 2, 3), (0.9, 1.9, 2.9001))
 
 
