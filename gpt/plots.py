@@ -123,7 +123,7 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
             lowest, highest = [min(values) for values in by_step], [max(values) for values in by_step]
             axis.fill_between(steps, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
             # The fall of the first steps, the same for all, would leave no room for what follows.
-            late = [step >= steps[-1] / 10 for step in steps]
+            late = [step >= steps[-1] / 5 for step in steps]
             shown += [*itertools.compress(lowest, late), *itertools.compress(highest, late)]
         if shown := [value for value in shown if math.isfinite(value)]:
             margin = 0.05 * (max(shown) - min(shown)) + 1e-3

@@ -80,7 +80,7 @@ class Log:
     """A run's numbers from `step` on, in its folder: metrics.jsonl, curve.png and, if asked, TensorBoard's events."""
 
     def __init__(self, run: Path, tensorboard: bool, step: int, unit: str):
-        self.run, self.unit, self.drawn = run, unit, -float("inf")
+        self.run, self.unit, self.drawn = run, unit, time.monotonic()
         self.writer = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -24,7 +24,7 @@ import torch
 torch.set_num_threads(1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
 import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.device, gpt.distributed, gpt.generate, gpt.optim
-import gpt.pretrained
+import gpt.plots, gpt.pretrained
 import pydoc_data.topics, tqdm, train
 from gpt.config import configure
 """

@@ -62,7 +62,7 @@ def test_train_then_sample_from_another_folder(here):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
-@pytest.mark.parametrize("columns, encoding", [(80, "utf-8"), (40, "utf-8"), (80, "cp850")])
+@pytest.mark.parametrize("columns, encoding", [(40, "utf-8"), (80, "cp850")])
 def test_a_terminal_shows_a_bar_that_fits_and_lines_that_stay(here, columns, encoding):
     import fcntl
     import pty

@@ -156,7 +156,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch(run, text_file):
 def test_a_run_folder_has_its_parts(run):
     folder = run("a", eval_every=3, keep=1)
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "best", "config.json", "last", "metrics.jsonl", "step-000008",
+        ".lock", "best", "config.json", "curve.png", "last", "metrics.jsonl", "step-000008",
     ]  # fmt: skip
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert (config["norm"], config["vocab_size"], config["steps"], config["format"]) == ("pre", 256, 8, 1)
