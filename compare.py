@@ -93,10 +93,9 @@ def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
             panel[norm] = [{record["step"]: record[key] for record in lines if key in record} for lines in records]
         profiles[norm] = {"at the start": probes[0]} | ({f"at step {probes[-1]['step']}": probes[-1]} if ended else {})
     plots.bands(losses, f"{title}: mean and range over the seeds", out / "curves.png")
-    measured = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
     panels = {
         f"{text} {when}": {norm: profile[when][key] for norm, profile in profiles.items() if when in profile}
-        for key, text in measured.items()
+        for key, text in plots.SHOWN.items()
         for when in dict.fromkeys(when for profile in profiles.values() for when in profile)
     }
     plots.depth_lines({what: lines for what, lines in panels.items() if lines}, f"{title}: one seed", out / "depth.png")

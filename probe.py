@@ -9,7 +9,6 @@ from gpt.command_line import CommandLine
 from gpt.config import MODEL_SETTINGS, ModelConfig, TrainConfig, unknown
 
 DEPTH = 24  # by default, that the differences show
-SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
 STACKS = {  # the lesson's twelve random layers
     "plain 0.7": {"gain": 0.7},
     "plain 1.3": {"gain": 1.3},
@@ -98,10 +97,10 @@ def probe(given: dict):
     if along_training:
         records = [json.loads(line) for line in along_training.read_text(encoding="utf-8").splitlines()]
         steps = [record["step"] for record in records]
-        panels = {text: (steps, [record[key] for record in records]) for key, text in SHOWN.items()}
+        panels = {text: (steps, [record[key] for record in records]) for key, text in plots.SHOWN.items()}
         plots.depth_by_step(panels, f"{run}: signal and gradient by depth along training", out)
     else:
-        shown = {key: text for key, text in SHOWN.items() if all(key in profile for profile in profiles.values())}
+        shown = {key: text for key, text in plots.SHOWN.items() if all(key in profile for profile in profiles.values())}
         panels = {text: {name: profile[key] for name, profile in profiles.items()} for key, text in shown.items()}
         plots.depth_lines(panels, title, out, start, "layer" if start == 0 else "block")
     print(f"\npicture {out}")
