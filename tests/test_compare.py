@@ -216,6 +216,18 @@ def test_a_run_that_diverges_is_a_result_and_not_the_end(here, capsys, monkeypat
     assert status == 0 and "2 of 2 diverged" in out and (here / "all" / "curves.png").exists()
 
 
+def test_a_bug_in_a_placement_of_ones_own_is_met_before_anything_is_trained(here, monkeypatch):
+    class Broken(Block):
+        def forward(self, x):
+            return x + self.attn(x)[..., 1:]
+
+    monkeypatch.setitem(BLOCKS, "broken", Broken)
+    began = watch(monkeypatch)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        compare.main(["pre", "broken", "--data", "text.txt", *FLAGS, "--out", "c"])
+    assert began == [] and not (here / "c").exists()
+
+
 BAD = [
     (["prre"], "unknown norm (prre). Did you mean"),
     (["pre", "post", "pre"], "a placement is named twice (pre, post, pre)"),
