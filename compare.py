@@ -10,15 +10,13 @@ import statistics
 import sys
 from pathlib import Path
 
+from gpt import comparison
 from gpt.command_line import CommandLine, Progress
+from gpt.comparison import run_name
 from gpt.config import FORMAT, SETTINGS, TrainConfig, configure, flat, lookup, read_json, read_toml
-from gpt.report import check
+from gpt.report import require_tensorboard
 from gpt.run import StopRequest, held, read_lines, write
 from train import train
-
-
-def folder_of(out: Path, norm: str, seed: int) -> Path:
-    return out / f"{norm}-{seed}"
 
 
 def read_results(out: Path) -> dict | None:
@@ -47,14 +45,14 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
 
     runs = results["runs"]
     planned = [(norm, seed) for seed in seeds for norm in names]
-    left = [(norm, seed) for norm, seed in planned if f"{norm}-{seed}" not in runs]
-    begun = {run for run in left if (folder_of(out, *run) / "last").exists()}
-    done = sum(int((folder_of(out, *run) / "last").read_text(encoding="utf-8") or 0) for run in begun)
+    left = [(norm, seed) for norm, seed in planned if run_name(norm, seed) not in runs]
+    begun = {run for run in left if (out / run_name(*run) / "last").exists()}
+    done = sum(int((out / run_name(*run) / "last").read_text(encoding="utf-8") or 0) for run in begun)
     done += (len(planned) - len(left)) * config.steps
     wide = max(len(f"{norm} {seed}") for norm, seed in planned) + 2
     with Progress(len(planned) * config.steps, done) as progress:
         for norm, seed in left:
-            run = folder_of(out, norm, seed)
+            run = out / run_name(norm, seed)
             progress.label = f"{norm} {seed}".ljust(wide) + f"{planned.index((norm, seed)) + 1}/{len(planned)}  "
             own = dataclasses.replace(config, seed=seed, model=dataclasses.replace(config.model, norm=norm))
             outcome = {"norm": norm, "seed": seed, "diverged": None}
@@ -73,7 +71,7 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
                 raise ValueError(f"{error} Or delete {run}, and it is done again." if resume else error) from None
             speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
             outcome["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
-            runs[f"{norm}-{seed}"] = outcome
+            runs[run.name] = outcome
             save(out, results)
             progress.write(progress.label + said)
     return True
@@ -86,9 +84,9 @@ def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
     losses = {f"training loss, nats per {unit}": {}, f"validation loss, nats per {unit}": {}}
     profiles = {}
     for norm in names:
-        ended = [seed for seed in seeds if runs[f"{norm}-{seed}"]["diverged"] is None]
-        probes = read_lines(folder_of(out, norm, (ended or seeds)[0]) / "probe.jsonl")
-        records = [read_lines(folder_of(out, norm, seed) / "metrics.jsonl") for seed in ended or seeds]
+        ended = [seed for seed in seeds if runs[run_name(norm, seed)]["diverged"] is None]
+        probes = read_lines(out / run_name(norm, (ended or seeds)[0]) / "probe.jsonl")
+        records = [read_lines(out / run_name(norm, seed) / "metrics.jsonl") for seed in ended or seeds]
         for key, panel in zip(("loss", "val_loss"), losses.values()):
             panel[norm] = [{record["step"]: record[key] for record in lines if key in record} for lines in records]
         profiles[norm] = {"at the start": probes[0]} | ({f"at step {probes[-1]['step']}": probes[-1]} if ended else {})
@@ -98,7 +96,7 @@ def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
         for key, text in plots.SHOWN.items()
         for when in dict.fromkeys(when for profile in profiles.values() for when in profile)
     }
-    plots.depth_lines({what: lines for what, lines in panels.items() if lines}, f"{title}: one seed", out / "depth.png")
+    plots.depth_lines(panels, f"{title}: one seed", out / "depth.png")
 
 
 def plan(words: list[str], count: int, given: dict):
@@ -128,7 +126,7 @@ def plan(words: list[str], count: int, given: dict):
     seeds = list(range(config.seed, config.seed + count))
     dataclasses.replace(config, seed=seeds[-1])
     device.choose(config.device, config.dtype, config.compile, device.look(config.device))
-    check(config)
+    require_tensorboard(config)
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     shape = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     probe_every = config.probe_every or config.steps
@@ -156,12 +154,12 @@ def same_start(one: dict, other: dict) -> bool:
 
 def compare(given: dict, stop) -> int | None:
     """Train, write, draw and print what the command line asks for."""
-    from gpt import comparison, corpus
+    from gpt import corpus
 
     words, count, out, overwrite = (given.pop(name) for name in ("what", "seeds", "out", "overwrite"))
     starts, seeds, config, common = plan(words, count, given)
     names, out = [*starts], Path(out)
-    read_results(out)
+    read_results(out)  # first, since to hold a folder writes into it
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -180,7 +178,7 @@ def compare(given: dict, stop) -> int | None:
                 found = f"{before.get(name)}, not {value}, in {out}"
                 raise ValueError(f"the comparison has another {name} ({found}). Leave it, or name another --out.")
         for norm, (_, profile) in starts.items():
-            probes = read_lines(folder_of(out, norm, config.seed) / "probe.jsonl")
+            probes = read_lines(out / run_name(norm, config.seed) / "probe.jsonl")
             if probes and not same_start(probes[0], profile):
                 found = f"{norm}, whose runs are in {out}"
                 raise ValueError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpt.command_line import CommandLine, Progress
 from gpt.config import TrainConfig, configure, lookup, read_toml
 from gpt.distributed import reported
-from gpt.report import check, closing, closing_sample, stopped
+from gpt.report import closing, closing_sample, require_tensorboard, stopped
 from gpt.run import StopRequest, append, forget_later_lines, held, new_run, write
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
@@ -37,7 +37,7 @@ def train(
     compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device), world)
     if config.shard and compute.dtype == "float16" and world.size > 1:
         raise ValueError("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
-    check(config)
+    require_tensorboard(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.joined(world, compute.device))
         return _train(config, out, resume, overwrite, stop, progress, world, compute, stack)

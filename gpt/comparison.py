@@ -11,6 +11,11 @@ LEGEND = (
 )
 
 
+def run_name(norm: str, seed: int) -> str:
+    """Of a run in a comparison's folder, and of its outcome in results.json."""
+    return f"{norm}-{seed}"
+
+
 def students_p(t: float, freedom: int) -> float:
     """How often chance makes Student's t, with so many degrees of freedom, as far from 0 as `t` (Abramowitz and Stegun,
     26.7.3 and 26.7.4)."""
@@ -39,10 +44,10 @@ def paired(differences: list[float]) -> dict:
 
 def summarize(names: list[str], seeds: list[int], runs: dict) -> list[dict]:
     """One entry for each placement: means of the losses over the seeds that ended, paired differences to the first
-    placement over those in which both ended. `runs` holds the outcome of NAME-SEED."""
+    placement over those in which both ended. `runs` holds outcomes by `run_name`."""
     table, first = [], names[0]
     for norm in names:
-        own = [runs[f"{norm}-{seed}"] for seed in seeds]
+        own = [runs[run_name(norm, seed)] for seed in seeds]
         ended = [run for run in own if run["diverged"] is None]
         losses = [run["val_loss"] for run in ended]
         entry = {
@@ -55,7 +60,7 @@ def summarize(names: list[str], seeds: list[int], runs: dict) -> list[dict]:
         }
         speeds = [run["tokens_per_s"] for run in own if run["tokens_per_s"]]
         entry["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
-        pairs = [(run, runs[f"{first}-{run['seed']}"]) for run in ended]
+        pairs = [(run, runs[run_name(first, run["seed"])]) for run in ended]
         differences = [run["val_loss"] - other["val_loss"] for run, other in pairs if other["diverged"] is None]
         if norm != first and differences:
             entry["difference"] = paired(differences)

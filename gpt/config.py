@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FORMAT = 1  # of config.json and state.json
+FORMAT = 1  # of config.json, state.json and results.json
 RATES = {"muon": (0.012, 0.0), "adamw": (1e-3, 0.1)}  # by default: the peak, and the last as a share of the peak
 
 

@@ -11,7 +11,7 @@ from gpt.config import ModelConfig, lookup
 ACTIVATIONS = {"gelu_tanh": lambda: nn.GELU(approximate="tanh"), "gelu": nn.GELU, "relu": nn.ReLU}
 
 
-FEW_ROWS = 2
+FEW_ROWS = 2  # with four, bfloat16 on one core is slower than by a product of matrices
 
 
 def linear(x, weight, bias=None):

@@ -117,11 +117,11 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
         shown, ends = [], []
         for number, (name, seeds) in enumerate(lines.items()):
             steps = sorted(set.intersection(*(set(values) for values in seeds)))
+            if not steps:
+                continue
             by_step = [[values[step] for values in seeds] for step in steps]
             look = _look(number)
             means = [sum(values) / len(values) for values in by_step]
-            if not steps:
-                continue
             axis.plot(steps, means, marker="o" if len(steps) < 20 else "", markersize=3, **look)
             ends.append((steps[-1], means[-1], name, look["color"]))
             lowest, highest = [min(values) for values in by_step], [max(values) for values in by_step]

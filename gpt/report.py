@@ -9,8 +9,8 @@ from gpt.config import TrainConfig
 from gpt.run import append, read_lines
 
 
-def check(config: TrainConfig):
-    """Raise ValueError if what the run is to be reported with is not installed."""
+def require_tensorboard(config: TrainConfig):
+    """Raise ValueError if the run is to be written for TensorBoard, and that is not installed."""
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ValueError("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
 

@@ -68,6 +68,22 @@ def text_file(tmp_path) -> Path:
     return path
 
 
+@pytest.fixture
+def here(tmp_path, text_file, monkeypatch) -> Path:
+    """A folder of its own to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def as_flags(settings: dict) -> list[str]:
+    """The settings as words of a command line; a boolean is its flag or nothing."""
+    found = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        found += [flag] if value is True else [] if value is False else [flag, str(value)]
+    return found
+
+
 def call(module, *arguments, capsys):
     """A script's main in this process: (status, stdout, stderr)."""
     with pytest.raises(SystemExit) as exit:

@@ -10,20 +10,13 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TOY_RUN, call, python
+from conftest import ROOT, TOY_RUN, as_flags, call, python
 
 import sample
 import train
 from gpt.command_line import CommandLine
 
-FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-@pytest.fixture
-def here(tmp_path, text_file, monkeypatch):
-    """A folder of its own to work in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+FLAGS = as_flags(TOY_RUN)
 
 
 def after(prelude, script):

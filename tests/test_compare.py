@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, TOY_RUN, call, toy_config
+from conftest import ROOT, TOY, TOY_RUN, as_flags, call, toy_config
 
 import compare
 import train
@@ -25,13 +25,7 @@ from gpt.comparison import markdown, overview, paired, students_p, summarize
 from gpt.run import read_lines
 
 RUN = TOY_RUN | {"steps": 6, "eval_every": 3, "seed": 7}
-FLAGS = [word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-@pytest.fixture
-def here(tmp_path, text_file, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+FLAGS = as_flags(RUN)
 
 
 def outcomes(folder):
@@ -136,7 +130,8 @@ def test_a_placement_that_has_changed_since_is_not_passed_off_as_what_it_was(her
 
 def test_placements_may_have_commas_and_a_configuration_anywhere_among_them(here, capsys):
     (here / "c.toml").write_text("steps = 3\nwarmup_steps = 2", encoding="utf-8")
-    flags = ["--data", "text.txt", *FLAGS[: FLAGS.index("--steps")], *FLAGS[FLAGS.index("--steps") + 2 :], "--out", "c"]
+    settings = {name: value for name, value in RUN.items() if name != "steps"}
+    flags = ["--data", "text.txt", *as_flags(settings), "--out", "c"]
     status, out, _ = call(compare, "pre,post", "c.toml", "none", "--seeds", 1, *flags, capsys=capsys)
     assert status == 0 and out.startswith("compare pre, post, none; seed 7\n") and " 3 steps on text" in out
     out = call(compare, "c.toml", "pre", "--seeds", 1, *flags, capsys=capsys)[1]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import IMPORTS, ROOT, TOY_RUN, call, python, toy_config, toy_model, toy_tokens
+from conftest import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model, toy_tokens
 from safetensors.torch import load_file
 
 import train
@@ -83,11 +83,7 @@ print(json.dumps(results))
 
 
 def flags(**settings) -> list[str]:
-    found = []
-    for name, value in (TOY_RUN | SETTINGS | settings).items():
-        flag = "--" + name.replace("_", "-")
-        found += [flag] if value is True else [] if value is False else [flag, str(value)]
-    return found
+    return as_flags(TOY_RUN | SETTINGS | settings)
 
 
 def said(folder, name, rank, stream) -> str:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import IMPORTS, ROOT, TOY_RUN, call, python, toy_config, toy_model
+from conftest import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from gpt.pretrained import export, load
 from gpt.run import new_run
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
-FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = as_flags(TOY_RUN)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TOY_RUN, call, python, toy_config
+from conftest import ROOT, TOY_RUN, as_flags, call, python, toy_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ sys.path.append(str(ROOT / "data"))  # workers import it by its name too
 import prepare  # noqa: E402
 
 BPE = GPT2BPE()
-FLAGS = [word for name, value in TOY_RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = as_flags(TOY_RUN)
 
 
 def blocks(text: str, size: int) -> list[str]:

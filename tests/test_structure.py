@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TOY, toy_model
+from conftest import ROOT, TOY, as_flags, toy_model
 
 import train
 from gpt import BLOCKS, GPT, ModelConfig
@@ -166,7 +166,7 @@ def test_the_readmes_commands_run(tmp_path):
         (tmp_path / name).write_text(text, encoding="utf-8")
     # A folder is read as a folder, so that this one stands for the weights of its name.
     export(toy_model(vocab_size=50257, context_length=256), tmp_path / "gpt2")
-    toy = [word for name, value in TOY.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    toy = as_flags(TOY)
     lines = []
     for command in commands():
         program, *arguments = (word for word in shlex.split(command) if not word.startswith("TORCH_"))
