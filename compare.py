@@ -10,17 +10,19 @@ import statistics
 import sys
 from pathlib import Path
 
-from gpt import comparison
 from gpt.command_line import CommandLine, Progress
-from gpt.comparison import run_name
-from gpt.config import FORMAT, SETTINGS, TrainConfig, configure, flat, lookup, read_json, read_toml
-from gpt.report import require_tensorboard
-from gpt.run import StopRequest, held, read_lines, write
+from gpt.config import Mistake, lookup
+from gpt.study import comparison
+from gpt.study.comparison import run_name
+from gpt.training.files import FORMAT, held, read_json, read_lines, write
+from gpt.training.report import require_tensorboard
+from gpt.training.run import StopRequest
+from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
 from train import train
 
 
 def read_results(out: Path) -> dict | None:
-    """What results.json holds; None if there is nothing in the folder. Raises ValueError if it is no comparison's."""
+    """What results.json holds; None if there is nothing in the folder. Raises Mistake if it is no comparison's."""
     if not out.is_dir() or all(path.name.startswith(".") for path in out.iterdir()):
         return None
     try:
@@ -28,7 +30,7 @@ def read_results(out: Path) -> dict | None:
     except ValueError:
         results = {}
     if results.get("format") != FORMAT or not {"settings", "runs"} <= results.keys():
-        raise ValueError(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
+        raise Mistake(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
     for name in [name for name in results["runs"] if not (out / name).is_dir()]:
         del results["runs"][name]  # somebody wants it done again
     return results
@@ -41,7 +43,7 @@ def save(out: Path, results: dict):
 def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop) -> bool:
     """Train each placement with each seed, one seed after the other, and write what comes out to results.json. What
     that has already is not done again, and a run that was interrupted goes on. False if `stop` came in between."""
-    from gpt.optim import Diverged
+    from gpt.training.optim import Diverged
 
     runs = results["runs"]
     planned = [(norm, seed) for seed in seeds for norm in names]
@@ -68,7 +70,7 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
                 progress.step(config.steps - error.step)
                 said = f"diverged at step {error.step}"
             except ValueError as error:
-                raise ValueError(f"{error} Or delete {run}, and it is done again." if resume else error) from None
+                raise Mistake(f"{error} Or delete {run}, and it is done again." if resume else error) from None
             speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
             outcome["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
             runs[run.name] = outcome
@@ -79,7 +81,7 @@ def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop)
 
 def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
     """curves.png and depth.png."""
-    from gpt import plots
+    from gpt.study import plots
 
     losses = {f"training loss, nats per {unit}": {}, f"validation loss, nats per {unit}": {}}
     profiles = {}
@@ -101,28 +103,29 @@ def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
 
 def plan(words: list[str], count: int, given: dict):
     """By placement that the words name, its numbers of parameters and its depth profile at the start; the seeds; the
-    configuration; what the runs have in common. Raises ValueError for whatever would end a run, so that no mistake is
+    configuration; what the runs have in common. Raises Mistake for whatever would end a run, so that no mistake is
     met after hours."""
     import torch
 
-    from gpt import corpus, data, device, distributed, model
-    from gpt.depth import depth_profile
+    from gpt import model
+    from gpt.study.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
+    from gpt.training import corpus, data, device, distributed
 
     files = [word for word in words if word.endswith(".toml")]
     names = [name for word in words if word not in files for name in word.replace(",", " ").split()]
     if len(files) > 1:
-        raise ValueError(f"two configurations ({', '.join(files)}). Name one.")
+        raise Mistake(f"two configurations ({', '.join(files)}). Name one.")
     config = configure((read_toml(files[0]) if files else {}) | given)
     if not names or count < 1:
-        raise ValueError(f"nothing to compare ({len(names)} placements, {count} seeds). Give at least one of both.")
+        raise Mistake(f"nothing to compare ({len(names)} placements, {count} seeds). Give at least one of both.")
     if len({*names}) < len(names):
-        raise ValueError(f"a placement is named twice ({', '.join(names)}). Name each once.")
+        raise Mistake(f"a placement is named twice ({', '.join(names)}). Name each once.")
     if config.init != "scratch" or config.val_fraction == 0:
         found = f"init {config.init}, val_fraction {config.val_fraction:g}"
-        raise ValueError(f"a comparison starts from scratch and needs a validation split ({found}). Leave them out.")
+        raise Mistake(f"a comparison starts from scratch and needs a validation split ({found}). Leave them out.")
     if (size := distributed.world().size) > 1:
-        raise ValueError(f"a comparison is one process ({size}). Start it with python, several with an --out for each.")
+        raise Mistake(f"a comparison is one process ({size}). Start it with python, several with an --out for each.")
     seeds = list(range(config.seed, config.seed + count))
     dataclasses.replace(config, seed=seeds[-1])
     device.choose(config.device, config.dtype, config.compile, device.look(config.device))
@@ -154,7 +157,7 @@ def same_start(one: dict, other: dict) -> bool:
 
 def compare(given: dict, stop) -> int | None:
     """Train, write, draw and print what the command line asks for."""
-    from gpt import corpus
+    from gpt.training import corpus
 
     words, count, out, overwrite = (given.pop(name) for name in ("what", "seeds", "out", "overwrite"))
     starts, seeds, config, common = plan(words, count, given)
@@ -163,7 +166,7 @@ def compare(given: dict, stop) -> int | None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot make the folder ({out.absolute()}: {error.strerror}). Name another.") from None
+        raise Mistake(f"cannot make the folder ({out.absolute()}: {error.strerror}). Name another.") from None
     with held(out):
         old = read_results(out)
         if old and overwrite:
@@ -176,14 +179,12 @@ def compare(given: dict, stop) -> int | None:
         for name, value in common.items():
             if before.get(name) != value:
                 found = f"{before.get(name)}, not {value}, in {out}"
-                raise ValueError(f"the comparison has another {name} ({found}). Leave it, or name another --out.")
+                raise Mistake(f"the comparison has another {name} ({found}). Leave it, or name another --out.")
         for norm, (_, profile) in starts.items():
             probes = read_lines(out / run_name(norm, config.seed) / "probe.jsonl")
             if probes and not same_start(probes[0], profile):
                 found = f"{norm}, whose runs are in {out}"
-                raise ValueError(
-                    f"the placement has changed since ({found}). Delete those runs, or name another --out."
-                )
+                raise Mistake(f"the placement has changed since ({found}). Delete those runs, or name another --out.")
         save(out, results)
         shape = f"{config.model.n_layers} blocks of width {config.model.d_model}"
         size = f"{shape}, {config.steps:,} steps on {corpus.name(config.data)}"
@@ -212,7 +213,7 @@ def main(argv: list[str]):
     text = "settings from a file, and the placements; the first is what the others are compared to"
     command.add_argument("what", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
-    command.add_settings([name for name in SETTINGS if name not in ("norm", "init", "shard")])
+    command.add_settings({name: f for name, f in SETTINGS.items() if name not in ("norm", "init", "shard")})
     command.add_argument("--out", default="runs/compare", metavar="FOLDER", help="(default: %(default)s)")
     command.add_argument("--overwrite", action="store_true", help="delete the comparison in --out first")
     given = vars(command.parse_args(argv))

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from gpt.command_line import CommandLine
-from gpt.config import MODEL_SETTINGS, ModelConfig, TrainConfig, unknown
+from gpt.config import Mistake, ModelConfig, unknown
+from gpt.training.settings import MODEL_SETTINGS, TrainConfig, from_weights
 
 DEPTH = 24  # by default, that the differences show
 STACKS = {  # the lesson's twelve random layers
@@ -23,7 +24,7 @@ def probe_blocks(names: list[str], config: ModelConfig, seed: int) -> dict:
     import torch
 
     from gpt import GPT
-    from gpt.depth import depth_profile
+    from gpt.study.depth import depth_profile
 
     profiles = {}
     tokens = torch.randint(config.vocab_size, (4, 65), generator=torch.Generator().manual_seed(seed))
@@ -37,13 +38,14 @@ def probe_blocks(names: list[str], config: ModelConfig, seed: int) -> dict:
 def probe_weights(source: str) -> dict:
     """The profile of a run's checkpoint on the start of its own validation text, or of published weights on that of
     the default corpus."""
-    from gpt import checkpoint, corpus, pretrained
-    from gpt.data import Data
-    from gpt.depth import depth_profile
+    from gpt import pretrained
+    from gpt.study.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
+    from gpt.training import checkpoint, corpus
+    from gpt.training.data import Data
 
     if pretrained.recognizes(source):
-        config, model = pretrained.base_config(source), pretrained.load(source)
+        config, model = from_weights(source), pretrained.load(source)
     else:
         folder = checkpoint.find(source)
         config, model = checkpoint.read_state(folder)[1], checkpoint.load_model(folder)
@@ -63,19 +65,21 @@ def table(profiles: dict, start: int = 1):
 
 def probe(given: dict):
     """Measure what the command line names, print it and draw it."""
-    from gpt import BLOCKS, checkpoint, plots, pretrained
-    from gpt.depth import random_stack
-    from gpt.run import saved_runs
+    from gpt import BLOCKS, pretrained
+    from gpt.study import plots
+    from gpt.study.depth import random_stack
+    from gpt.training import checkpoint
+    from gpt.training.run import saved_runs
 
     names, out, seed = given.pop("what"), given.pop("out"), given.pop("seed")
     TrainConfig(seed=seed)  # checks it
     if Path(out).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"no such kind of picture ({out}). Name a .png, .svg or .pdf.")
+        raise Mistake(f"no such kind of picture ({out}). Name a .png, .svg or .pdf.")
     start, along_training = 1, None
     run = next((name for name in names if Path(name, "last").exists() or pretrained.recognizes(name)), None)
     if (run or "stack" in names) and (len(names) > 1 or given):
         alone = run or "stack"
-        raise ValueError(f"nothing can be added to {alone} ({', '.join([*names, *given])}). Leave the rest out.")
+        raise Mistake(f"nothing can be added to {alone} ({', '.join([*names, *given])}). Leave the rest out.")
     if names == ["stack"]:
         start, title = 0, "Twelve random layers"
         profiles = {name: random_stack(**settings) for name, settings in STACKS.items()}
@@ -88,7 +92,7 @@ def probe(given: dict):
             if Path(name).is_dir():
                 checkpoint.find(name)
             if name not in BLOCKS:
-                raise ValueError(unknown("placement or run", name, [*BLOCKS, *map(str, saved_runs())]))
+                raise Mistake(unknown("placement or run", name, [*BLOCKS, *map(str, saved_runs())]))
         config = ModelConfig(**{"n_layers": DEPTH} | given)
         profiles = probe_blocks(names, config, seed)
         size = f"{config.n_layers} blocks of width {config.d_model}"
@@ -113,7 +117,7 @@ def main(argv: list[str]):
     command.add_argument(
         "what", nargs="+", metavar="BLOCK|RUN|gpt2|stack", help="placements, or a run, weights or stack"
     )
-    command.add_settings([name for name in MODEL_SETTINGS if name != "norm"], n_layers=DEPTH)
+    command.add_settings({name: f for name, f in MODEL_SETTINGS.items() if name != "norm"}, n_layers=DEPTH)
     command.add_argument("--seed", type=int, default=1337, metavar="N", help="of the weights (default: %(default)s)")
     command.add_argument("--out", default="probe.png", metavar="FILE", help="picture (default: %(default)s)")
     given = vars(command.parse_args(argv))

@@ -7,29 +7,31 @@ import sys
 from pathlib import Path
 
 from gpt.command_line import CommandLine
-from gpt.config import lookup
+from gpt.config import Mistake, lookup
+from gpt.training.settings import from_weights
 
 
 def sample(given, stack):
-    """Write the samples that the command line asks for. Raises ValueError for what it names and is not there."""
-    from gpt import checkpoint, device, generate, pretrained
-    from gpt.run import newest_run
+    """Write the samples that the command line asks for. Raises Mistake for what it names and is not there."""
+    from gpt import generate, pretrained
     from gpt.tokenizer import TOKENIZERS
+    from gpt.training import checkpoint, device
+    from gpt.training.run import newest_run
 
     compute = device.choose(given.device, given.dtype, "off", device.look(given.device), training=False)
     source = given.run or newest_run()
     if pretrained.recognizes(source):
         if given.checkpoint:
-            raise ValueError(f"published weights have one checkpoint only ({given.checkpoint}). Leave it out.")
-        config, load, what = pretrained.base_config(source), pretrained.load, "published weights"
+            raise Mistake(f"published weights have one checkpoint only ({given.checkpoint}). Leave it out.")
+        config, load, what = from_weights(source), pretrained.load, "published weights"
     else:
         source = checkpoint.find(source, given.checkpoint)
         config, load = checkpoint.read_state(source)[1], checkpoint.load_model
         what = config.data
     if given.num_samples < 1:
-        raise ValueError(f"num_samples is out of range ({given.num_samples}). It must be 1 or more.")
+        raise Mistake(f"num_samples is out of range ({given.num_samples}). It must be 1 or more.")
     if given.temperature == 0 and (given.seed is not None or given.num_samples > 1):
-        raise ValueError("seed and num_samples have no effect at temperature 0, which is greedy. Leave them out.")
+        raise Mistake("seed and num_samples have no effect at temperature 0, which is greedy. Leave them out.")
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     settings = {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     generate.check(tokenizer.vocab_size, seed=given.seed, **settings)
@@ -62,18 +64,18 @@ def new_file(path: str):
     try:
         return open(path, "x", encoding="utf-8", newline="")
     except OSError as error:
-        raise ValueError(f"cannot write the samples ({path}: {error.strerror}). Name a new file.") from None
+        raise Mistake(f"cannot write the samples ({path}: {error.strerror}). Name a new file.") from None
 
 
 def read_prompt(given) -> str:
     if given.prompt is not None and given.prompt_file is not None:
-        raise ValueError("two prompts (--prompt and --prompt-file). Give one of them.")
+        raise Mistake("two prompts (--prompt and --prompt-file). Give one of them.")
     try:
         # fsencode: the bytes that were typed, whatever the locale made of them.
         raw = Path(given.prompt_file).read_bytes() if given.prompt_file else os.fsencode(given.prompt or "")
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the prompt ({error}). Give UTF-8 text.") from None
+        raise Mistake(f"cannot read the prompt ({error}). Give UTF-8 text.") from None
 
 
 def main(argv: list[str]):

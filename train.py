@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 from gpt.command_line import CommandLine, Progress
-from gpt.config import TrainConfig, configure, lookup, read_toml
-from gpt.distributed import reported
-from gpt.report import closing, closing_sample, require_tensorboard, stopped
-from gpt.run import StopRequest, append, forget_later_lines, held, new_run, write
+from gpt.config import Mistake, lookup
+from gpt.training.distributed import reported
+from gpt.training.files import append, held, write
+from gpt.training.report import closing, closing_sample, require_tensorboard, stopped
+from gpt.training.run import StopRequest, forget_later_lines, new_run
+from gpt.training.settings import SETTINGS, TrainConfig, configure, from_weights, read_toml, tokenizer_of
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
@@ -27,16 +29,16 @@ def train(
     `out` is the run folder, by default a fresh one in runs/; `resume`, "last", "best" or a step, continues it from that
     checkpoint; `stop`, a StopRequest, ends the run early; `progress` is that of several runs. Every process that
     torchrun started calls this alike.
-    Raises ValueError, before anything is written, for a setting that does not work here; FloatingPointError, with all
+    Raises Mistake, before anything is written, for a setting that does not work here; FloatingPointError, with all
     checkpoints intact, if the loss is not finite; ConnectionError if another process is lost.
     """
-    from gpt import device, distributed
+    from gpt.training import device, distributed
 
     world = distributed.world()
     config.micro_size(world.size)
     compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device), world)
     if config.shard and compute.dtype == "float16" and world.size > 1:
-        raise ValueError("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
+        raise Mistake("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
     require_tensorboard(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.joined(world, compute.device))
@@ -47,20 +49,19 @@ def _train(config, out, resume, overwrite, stop, progress, world, compute, stack
     import numpy as np
     import torch
 
-    from gpt import checkpoint, corpus, device, distributed, optim, pretrained, report
-    from gpt.data import Data
-    from gpt.depth import depth_profile
+    from gpt import pretrained
     from gpt.model import GPT, mean_loss
+    from gpt.study.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
+    from gpt.training import checkpoint, corpus, device, distributed, optim, report
+    from gpt.training.data import Data
 
     first = world.rank == 0  # the one that prints, logs and saves
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     if config.init == "scratch":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
-    elif config.tokenizer != (theirs := pretrained.tokenizer_name(config.model)):
-        raise ValueError(
-            f"the weights are for another tokenizer ({theirs}, not {config.tokenizer}). Leave it as it was."
-        )
+    elif config.tokenizer != (theirs := tokenizer_of(config.model)):
+        raise Mistake(f"the weights are for another tokenizer ({theirs}, not {config.tokenizer}). Leave it as it was.")
     config = dataclasses.replace(config, data=corpus.resolve(config.data))
     scratch = resume or config.init == "scratch"
 
@@ -75,7 +76,7 @@ def _train(config, out, resume, overwrite, stop, progress, world, compute, stack
     micro_size = config.micro_size(world.size)
     settings = checkpoint.config_to_json(config)
     if world.from_first(lambda: [settings, digest, resume]) != [settings, digest, resume]:
-        raise ValueError(f"the processes differ in settings or corpus ({config.data}). Start all by the same command.")
+        raise Mistake(f"the processes differ in settings or corpus ({config.data}). Start all by the same command.")
     model.to(compute.device)
     if config.shard and world.size > 1:
         distributed.shard(model)
@@ -190,7 +191,7 @@ def main(argv: list[str]):
     usage = "train.py [CONFIG.toml] [--SETTING VALUE]..."
     command = CommandLine(hints, prog="train.py", usage=usage, description=__doc__)
     command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings from a file, as configs/tiny.toml")
-    command.add_settings()
+    command.add_settings(SETTINGS)
     command.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")
     text = "continue the run in --out, with its own settings; with auto: if there is one, else start it"
     command.add_argument("--resume", nargs="?", const="yes", metavar="auto", help=text)
@@ -202,26 +203,24 @@ def main(argv: list[str]):
 
     def body():
         if resume not in (None, "yes", "auto"):
-            raise ValueError(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
+            raise Mistake(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
         if out == "" or ((resume or overwrite) and not out):
-            raise ValueError("--out names no run (none). Give --out RUN; --resume and --overwrite are about that one.")
+            raise Mistake("--out names no run (none). Give --out RUN; --resume and --overwrite are about that one.")
         if resume and overwrite:
-            raise ValueError("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
+            raise Mistake("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
         if which and resume != "yes":
-            raise ValueError(f"--checkpoint is where to resume from ({which}). Give --resume too.")
+            raise Mistake(f"--checkpoint is where to resume from ({which}). Give --resume too.")
         begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
         settings = (read_toml(path) if path else {}) | given
         for name in settings.keys() & {*options[1:]}:
-            raise ValueError(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
+            raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
         base = TrainConfig()
         if begun:
-            from gpt.checkpoint import find, read_state
+            from gpt.training.checkpoint import find, read_state
 
             base = read_state(find(out, which or "last"))[1]
         elif settings.get("init", "scratch") != "scratch":
-            from gpt.pretrained import base_config
-
-            base = base_config(configure({"init": settings["init"]}).init)
+            base = from_weights(configure({"init": settings["init"]}).init)
         config = configure(settings, base)
         with StopRequest() as stop:
             # A run that ended before it saved has nothing to lose.

@@ -22,11 +22,11 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from gpt import GPT, LayerNorm, ModelConfig  # noqa: E402
-from gpt.config import configure, read_toml  # noqa: E402
-from gpt.device import Compute, compiled, for_sampling  # noqa: E402
 from gpt.generate import generate  # noqa: E402
-from gpt.optim import make_optimizer  # noqa: E402
 from gpt.pretrained import export  # noqa: E402
+from gpt.training.device import Compute, compiled, for_sampling  # noqa: E402
+from gpt.training.optim import make_optimizer  # noqa: E402
+from gpt.training.settings import configure, read_toml  # noqa: E402
 
 SMALL = configure(read_toml(ROOT / "configs" / "gpt2.toml"))
 TINY = configure({})

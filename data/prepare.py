@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpt import shards  # noqa: E402
 from gpt.command_line import CommandLine  # noqa: E402
-from gpt.config import lookup  # noqa: E402
-from gpt.run import held  # noqa: E402
+from gpt.config import Mistake, lookup  # noqa: E402
 from gpt.tokenizer import TOKENIZERS  # noqa: E402
+from gpt.training import shards  # noqa: E402
+from gpt.training.run import held  # noqa: E402
 
 MOST_WORKERS = 61  # Windows waits for no more
 BLOCK = 2**20  # bytes read at a time, and about the characters that a worker encodes at a time
@@ -44,10 +44,10 @@ def find(names: list[str]) -> list[Path]:
     for name in names:
         path = Path(name)
         if not path.exists():
-            raise ValueError(f"no such file or folder ({path.absolute()}). Name {', '.join(SUFFIXES)} files.")
+            raise Mistake(f"no such file or folder ({path.absolute()}). Name {', '.join(SUFFIXES)} files.")
         inside = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
         if path.is_dir() and not inside:
-            raise ValueError(f"no {', '.join(SUFFIXES)} file in the folder ({path.absolute()}). Put the texts there.")
+            raise Mistake(f"no {', '.join(SUFFIXES)} file in the folder ({path.absolute()}). Put the texts there.")
         files += inside if path.is_dir() else [path]
     return files
 
@@ -58,14 +58,14 @@ def pieces(path: Path):
     try:
         raw = open(path, "rb")
     except OSError as error:
-        raise ValueError(f"cannot read the text ({path.absolute()}: {error.strerror}). Mend or remove it.") from None
+        raise Mistake(f"cannot read the text ({path.absolute()}: {error.strerror}). Mend or remove it.") from None
     with raw, gzip.open(raw) if path.suffix == ".gz" else contextlib.nullcontext(raw) as file:
         try:
             for begins, text in (lines if path.name.endswith(JSON_LINES) else blocks)(file):
                 yield begins, text, raw.tell() - before
                 before = raw.tell()
         except (EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
-            raise ValueError(f"cannot read the text ({path.absolute()}: {error}). Mend or remove the file.") from None
+            raise Mistake(f"cannot read the text ({path.absolute()}: {error}). Mend or remove the file.") from None
 
 
 def blocks(file, size: int = BLOCK):
@@ -77,7 +77,7 @@ def blocks(file, size: int = BLOCK):
         try:
             new = decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise ValueError(f"byte {offset - waiting + error.start} is not UTF-8") from None
+            raise Mistake(f"byte {offset - waiting + error.start} is not UTF-8") from None
         offset += len(block)
         found = CUT.match(last + new)
         if found:
@@ -88,7 +88,7 @@ def blocks(file, size: int = BLOCK):
             held.append(new)
         last = new[-1:] or last
     if decoder.getstate()[0]:
-        raise ValueError("it ends within a character")
+        raise Mistake("it ends within a character")
     rest = "".join(held)
     if rest:
         yield begins, rest
@@ -104,7 +104,7 @@ def lines(file):
             # Half a surrogate pair, which JSON can write and UTF-8 cannot, becomes a replacement mark.
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f'line {number} is no JSON object with a "text"') from None
+            raise Mistake(f'line {number} is no JSON object with a "text"') from None
         if text:
             yield True, text
 
@@ -142,11 +142,11 @@ def encode(batch, first: bool) -> np.ndarray:
 
 
 def prepare(names: list[str], out: str, tokenizer: str, workers: int, shard_tokens: int, overwrite: bool) -> dict:
-    """Write the shards of all files; returns their meta.json. Raises ValueError for what a user can mend, OSError,
+    """Write the shards of all files; returns their meta.json. Raises Mistake for what a user can mend, OSError,
     with the finished shards kept, for a full disk or a lost worker."""
     for name, value, most in (("workers", workers, MOST_WORKERS), ("shard_tokens", shard_tokens, 2**40)):
         if not 1 <= value <= most:
-            raise ValueError(f"{name} is out of range ({value}). It must be from 1 to {most}.")
+            raise Mistake(f"{name} is out of range ({value}). It must be from 1 to {most}.")
     made, files, folder = lookup(TOKENIZERS, tokenizer, "tokenizer")(), find(names), Path(out)
     status = [path.stat() for path in files]
     source = {"files": [[str(path.absolute()), s.st_size, s.st_mtime_ns] for path, s in zip(files, status)]}
@@ -154,11 +154,11 @@ def prepare(names: list[str], out: str, tokenizer: str, workers: int, shard_toke
         folder.mkdir(parents=True, exist_ok=True)
         foreign = not shards.are_in(folder) and any(not path.name.startswith(".") for path in folder.iterdir())
     except OSError as error:
-        raise ValueError(f"cannot make the folder ({folder.absolute()}: {error.strerror}). Name another.") from None
+        raise Mistake(f"cannot make the folder ({folder.absolute()}: {error.strerror}). Name another.") from None
     if foreign:
-        raise ValueError(f"the output folder is not a prepared corpus ({folder.absolute()}). Name another with --out.")
+        raise Mistake(f"the output folder is not a prepared corpus ({folder.absolute()}). Name another with --out.")
     if (folder / shards.META).exists() and not overwrite:
-        raise ValueError(f"there is a prepared corpus already ({folder.absolute()}). Use --overwrite or another --out.")
+        raise Mistake(f"there is a prepared corpus already ({folder.absolute()}). Use --overwrite or another --out.")
     documents = size = 0
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ def prepare(names: list[str], out: str, tokenizer: str, workers: int, shard_toke
             while pending:
                 take()
             if not documents:
-                raise ValueError(f"there is no text in the files ({', '.join(names)}). Name others.")
+                raise Mistake(f"there is no text in the files ({', '.join(names)}). Name others.")
             return writer.close(documents=documents, bytes=size)
         except (OSError, concurrent.futures.process.BrokenProcessPool) as error:
             raise OSError(f"cannot go on ({error}). Finished shards are kept: mend it and start again.") from None

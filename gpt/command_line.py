@@ -2,13 +2,14 @@
 --help is quick."""
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
 import textwrap
 import typing
 
-from gpt.config import SETTINGS, kind_of, unknown
+from gpt.config import Mistake, type_of, unknown
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -19,16 +20,15 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **arguments)
         self.hints = {"": "See --help."} | (hints or {})
 
-    def add_settings(self, names=SETTINGS, **defaults):
-        """One flag for each setting. What the user does not give is absent from the parsed namespace; `defaults` are
-        what it then is, where that is not the setting's own."""
-        for name in names:
-            kind = kind_of(name)
-            metavar = {int: "N", float: "X", str: "NAME"}.get(kind)
-            how = {"type": kind, "metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
-            default = defaults.get(name, SETTINGS[name].default)
-            text = SETTINGS[name].metadata["help"] + ("" if default is None else f" (default: {default})")
-            self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
+    def add_settings(self, settings: dict[str, dataclasses.Field], **defaults):
+        """One flag for each of the `settings`, by name. A flag that the user leaves out is absent from the parsed
+        namespace; `defaults` are the script's own, for --help."""
+        for name, setting in settings.items():
+            wanted, default = type_of(setting), defaults.get(name, setting.default)
+            metavar = {int: "N", float: "X", str: "NAME"}.get(wanted)
+            kind = {"type": wanted, "metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
+            text = setting.metadata["help"] + ("" if default is None else f" (default: {default})")
+            self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **kind)
 
     def parse_args(self, argv):
         dashed = []
@@ -60,7 +60,7 @@ class CommandLine(argparse.ArgumentParser):
             self.fail(unread) if unread else sys.exit(0)
         except KeyboardInterrupt:
             sys.exit(130)
-        except ValueError as error:
+        except Mistake as error:
             self.fail(str(error), 2)
         except (OSError, FloatingPointError) as error:
             if getattr(error, "errno", None) is None:  # our own

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from gpt.config import Mistake
+
 
 class KVCache:
     """The keys and values of one attention layer for the tokens so far, at most `length` of them; on a CPU in float32,
@@ -46,19 +48,19 @@ def _inference(model, caches):
 
 
 def check(vocab_size, max_new_tokens, temperature, top_k=None, top_p=None, seed=None):
-    """Raise ValueError for a sampling setting that is out of range or has no effect."""
+    """Raise Mistake for a sampling setting that is out of range or has no effect."""
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is out of range ({max_new_tokens}). It must be 1 or more.")
+        raise Mistake(f"max_new_tokens is out of range ({max_new_tokens}). It must be 1 or more.")
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is out of range ({temperature}). It must be 0, which is greedy, or above.")
+        raise Mistake(f"temperature is out of range ({temperature}). It must be 0, which is greedy, or above.")
     if top_k is not None and not 1 <= top_k <= vocab_size:
-        raise ValueError(f"top_k is out of range ({top_k}). It must be from 1 to the vocabulary's size, {vocab_size}.")
+        raise Mistake(f"top_k is out of range ({top_k}). It must be from 1 to the vocabulary's size, {vocab_size}.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is out of range ({top_p}). It must be above 0 and at most 1.")
+        raise Mistake(f"top_p is out of range ({top_p}). It must be above 0 and at most 1.")
     if seed is not None and not 0 <= seed < 2**62:
-        raise ValueError(f"seed is out of range ({seed}). It must be at least 0 and below 2**62.")
+        raise Mistake(f"seed is out of range ({seed}). It must be at least 0 and below 2**62.")
     if temperature == 0 and (top_k, top_p) != (None, None):
-        raise ValueError("top_k and top_p have no effect at temperature 0, which is greedy. Leave them out.")
+        raise Mistake("top_k and top_p have no effect at temperature 0, which is greedy. Leave them out.")
 
 
 def choose(logits, temperature: float, top_k: int | None, top_p: float | None, generators) -> torch.Tensor:
@@ -94,7 +96,7 @@ def stream(
     The model sees the last context_length tokens. Row b draws from its own generator, seeded with seed + b. With the
     cache each token is computed once until the context is full; from there on every step moves all positions by
     one, so nothing can be kept and each step costs a whole context, with or without a cache.
-    Raises ValueError for settings that are out of range.
+    Raises Mistake for settings that are out of range.
     """
     vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
     check(vocab_size, max_new_tokens, temperature, top_k, top_p, seed)

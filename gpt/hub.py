@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt.config import ModelConfig, configure, read_json, unknown
+from gpt.config import Mistake, ModelConfig, unknown
+from gpt.training.files import read_json
+from gpt.training.settings import configure
 
 NAMES = {
     "gpt2": "openai-community/gpt2",
@@ -40,12 +42,12 @@ FIXED = {
 
 def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path:
     """The folder that `source` is, or the one in which huggingface-hub keeps a published name's `files`, downloaded on
-    first use. Raises ValueError if there is neither or the download fails."""
+    first use. Raises Mistake if there is neither or the download fails."""
     name = str(source)
     if Path(source).is_dir():
         return Path(source)
     if name not in NAMES:
-        raise ValueError(f"{unknown('weights', name, NAMES)} There is no folder of that name either.")
+        raise Mistake(f"{unknown('weights', name, NAMES)} There is no folder of that name either.")
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -58,10 +60,10 @@ def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path
             except LocalEntryNotFoundError:
                 path = hf_hub_download(NAMES[name], file)
     except ImportError:
-        raise ValueError(f"{name} comes by huggingface-hub (not installed). pip install huggingface-hub") from None
+        raise Mistake(f"{name} comes by huggingface-hub (not installed). pip install huggingface-hub") from None
     except Exception as error:  # whatever the hub's library, and the one below it, may raise
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
+        raise Mistake(
             f"cannot download {name} ({NAMES[name]}: {reason}). Connect to the network, set HF_ENDPOINT to a mirror, "
             "or name a folder that has its config.json and model.safetensors."
         ) from None
@@ -76,9 +78,9 @@ def tensors(folder: Path) -> dict[str, Path]:
         shards = read_json(index).get("weight_map")
         files = sorted({folder / str(name) for name in shards.values()}) if isinstance(shards, dict) else []
         if not files or any(path.parent != folder or path.name == ".." for path in files):
-            raise ValueError(f"the index is damaged ({index}). Get it again.")
+            raise Mistake(f"the index is damaged ({index}). Get it again.")
     elif not single.exists() and (folder / "pytorch_model.bin").exists():
-        raise ValueError(
+        raise Mistake(
             f"pickled weights may run any code ({folder / 'pytorch_model.bin'}). Where you trust them, load them with "
             "transformers, whose save_pretrained() writes model.safetensors."
         )
@@ -88,10 +90,10 @@ def tensors(folder: Path) -> dict[str, Path]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
                     if name in found:
-                        raise ValueError(f"two shards have one tensor ({name}, {folder}). Get them again.")
+                        raise Mistake(f"two shards have one tensor ({name}, {folder}). Get them again.")
                     found[name] = path
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read the weights ({path}: {error}). Get the file again.") from None
+            raise Mistake(f"cannot read the weights ({path}: {error}). Get the file again.") from None
     return found
 
 
@@ -102,27 +104,27 @@ def read(path: Path, name: str) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(name)
     except SafetensorError as error:
-        raise ValueError(f"cannot read {name} ({path}: {error}). Get the file again.") from None
+        raise Mistake(f"cannot read {name} ({path}: {error}). Get the file again.") from None
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture in a folder's config.json. Raises ValueError if it is not GPT-2's or GPT-1's, or not as ours."""
+    """The architecture in a folder's config.json. Raises Mistake if it is not GPT-2's or GPT-1's, or not as ours."""
     path = folder / "config.json"
     stored = read_json(path)
     try:
         kind = stored["model_type"]
         if kind not in PLACEMENTS:
-            raise ValueError(f"model_type is {kind}; known are {', '.join(PLACEMENTS)}")
+            raise Mistake(f"model_type is {kind}; known are {', '.join(PLACEMENTS)}")
         for name, only in FIXED.items():
             usual = 4 * stored["n_embd"] if name == "n_inner" else only
             if stored.get(name, only) not in (only, usual):
-                raise ValueError(f"{name} is {stored[name]}, and can only be {usual}")
+                raise Mistake(f"{name} is {stored[name]}, and can only be {usual}")
         activation = stored["afn" if kind == "openai-gpt" else "activation_function"]
         if activation not in ACTIVATIONS[kind]:
-            raise ValueError(f"the activation is {activation}; known are {', '.join(ACTIVATIONS[kind])}")
+            raise Mistake(f"the activation is {activation}; known are {', '.join(ACTIVATIONS[kind])}")
         settings = {ours: stored[theirs] for ours, theirs in SETTINGS.items()}
         settings |= {"norm": PLACEMENTS[kind], "activation": ACTIVATIONS[kind][activation]}
         return dataclasses.replace(configure(settings).model, vocab_size=stored["vocab_size"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
-        raise ValueError(f"not a GPT-2 or GPT-1 configuration ({path}: {reason}). Name another folder.") from None
+        raise Mistake(f"not a GPT-2 or GPT-1 configuration ({path}: {reason}). Name another folder.") from None

@@ -17,7 +17,7 @@ FEW_ROWS = 2  # with four, bfloat16 on one core is slower than by a product of m
 def linear(x, weight, bias=None):
     """F.linear: x W^T + b, (..., in) -> (..., out).
 
-    Few rows of x and a W that is laid out by columns, as gpt/device.py does for sampling on a CPU, make each row's
+    Few rows of x and a W that is laid out by columns, as gpt/training/device.py does it for sampling, make each row's
     product a sum of W's columns, weighted by the row. That is what an embedding bag computes, and torch's reads memory
     twice as fast as the product of a matrix and a vector.
     """

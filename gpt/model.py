@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from gpt.blocks import BLOCKS, make_norm
-from gpt.config import ModelConfig, lookup, unknown
+from gpt.config import Mistake, ModelConfig, lookup, unknown
 from gpt.layers import linear
 from gpt.norms import NORMS
 
@@ -19,7 +19,7 @@ class GPT(nn.Module):
     the mean loss, which takes less memory and time than `next_token_loss` of the logits.
 
     The head has no weight of its own: it reads the stream with the token embedding's.
-    Raises ValueError for a name in the configuration that does not exist.
+    Raises Mistake for a name in the configuration that does not exist.
     """
 
     def __init__(self, config: ModelConfig):
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         """(B, T) tokens, the first at position `start`, -> the (B, T, d_model) stream after the last block."""
         end = start + tokens.size(1)
         if end > self.config.context_length:
-            raise ValueError(f"too many tokens ({end}). The context length is {self.config.context_length}.")
+            raise Mistake(f"too many tokens ({end}). The context length is {self.config.context_length}.")
         x = self.token_embedding(tokens) + self.position_embedding.weight[start:end]
         for block in self.blocks:
             x = block(x)
@@ -59,7 +59,7 @@ class GPT(nn.Module):
     def count_parameters(self, kind: str = "all") -> int:
         """Numbers that are trained, in the whole model ("all") or in its normalization layers ("norm")."""
         if kind not in ("all", "norm"):
-            raise ValueError(unknown("kind of parameters", kind, ("all", "norm")))
+            raise Mistake(unknown("kind of parameters", kind, ("all", "norm")))
         modules = [self] if kind == "all" else [m for m in self.modules() if isinstance(m, tuple(NORMS.values()))]
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gpt import hub, published
-from gpt.config import ModelConfig, TrainConfig, read_json, require_same
+from gpt.config import Mistake, ModelConfig, require_same
 from gpt.model import GPT, shape_only
-from gpt.run import flush
+from gpt.training.files import flush, read_json
 
 # Published module -> ours, and whether its weight is stored [in, out] and has to be transposed, which the shape of a
 # square matrix does not tell.
@@ -64,21 +64,6 @@ def recognizes(source: str | Path) -> bool:
     return not Path(source).exists() and bool(difflib.get_close_matches(str(source), hub.NAMES, cutoff=0.7))
 
 
-def base_config(source: str) -> TrainConfig:
-    """The settings for training these weights further: their architecture and tokenizer, and a low rate."""
-    model = hub.read_config(hub.find(source, ["config.json"]))  # the rest may be gigabytes
-    return TrainConfig(model=model, tokenizer=tokenizer_name(model), init=source, optimizer="adamw", lr=3e-5)
-
-
-def tokenizer_name(config: ModelConfig) -> str:
-    """The tokenizer whose ids these weights are for, as far as their number tells. ValueError if it is none of ours."""
-    if config.norm == "pre" and 50257 <= config.vocab_size <= 50304:  # some round it up, and leave the rest unused
-        return "gpt2"
-    if config.vocab_size == 256:
-        return "bytes"
-    raise ValueError(f"no tokenizer for these weights ({config.vocab_size:,} ids). Use them from Python, with ids.")
-
-
 def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     """A published name, or a folder as Hugging Face lays it out (config.json; model.safetensors or its shards) -> the
     model, in float32 on the CPU. A `config` may differ from the stored one in its dropout and in a shorter
@@ -86,7 +71,7 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
 
     Every stored tensor has one place in the model, but for what some files have besides: the tied head once more, which
     is compared, and causal masks and positions, which are not read.
-    Raises ValueError, with the names, if one is missing, unknown, there twice, or of another shape.
+    Raises Mistake, with the names, if one is missing, unknown, there twice, or of another shape.
     """
     folder = hub.find(source)
     published_config, stored = hub.read_config(folder), hub.tensors(folder)
@@ -94,7 +79,7 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     shortened = dataclasses.replace(published_config, context_length=min(longest, config.context_length))
     require_same(shortened, config, f"{folder} has")
     if config.n_layers > len(stored):
-        raise ValueError(f"the weights are not all there ({folder}: {len(stored)} tensors). Get them again.")
+        raise Mistake(f"the weights are not all there ({folder}: {len(stored)} tensors). Get them again.")
     model = shape_only(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     places = table("gpt2" if config.norm == "pre" else "openai-gpt", config.n_layers)
@@ -128,20 +113,20 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
         found = (
             f"{what} {', '.join(which[:4])}" for what, which in (("no place for", wrong), ("no", missing)) if which
         )
-        raise ValueError(f"the weights are not those of config.json ({folder}: {'; '.join(found)}). Get them again.")
+        raise Mistake(f"the weights are not those of config.json ({folder}: {'; '.join(found)}). Get them again.")
     model.load_state_dict(weights, assign=True)
     return model
 
 
 def export(model: GPT, folder: str | Path, tokenizer=None):
     """Write a pre-LN model, and its tokenizer if given, into a folder that transformers' AutoModelForCausalLM and
-    AutoTokenizer open. Raises ValueError for a model that GPT-2's code does not compute, and for a folder in use."""
+    AutoTokenizer open. Raises Mistake for a model that GPT-2's code does not compute, and for a folder in use."""
     config = model.config
     unlike = [f"norm {config.norm}"] * (config.norm != "pre")
     unlike += [f"norm_layer {config.norm_layer}"] * (config.norm_layer != "layernorm")
     unlike += ["no final norm"] * (config.final_norm is False)
     if unlike:
-        raise ValueError(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
+        raise Mistake(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
     settings = {theirs: getattr(config, ours) for ours, theirs in hub.SETTINGS.items()} | {
         "architectures": ["GPT2LMHeadModel"],
@@ -174,7 +159,7 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
             raise FileExistsError("there is something already")
         new.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"cannot export to {folder} ({error.strerror or error}). Name a new folder.") from None
+        raise Mistake(f"cannot export to {folder} ({error.strerror or error}). Name a new folder.") from None
     try:
         for name, content in files.items():
             (new / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -191,9 +176,9 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
 
 
 def main(argv: list[str]):
-    from gpt import checkpoint
     from gpt.command_line import CommandLine
     from gpt.tokenizer import TOKENIZERS
+    from gpt.training import checkpoint
 
     command = CommandLine(prog="python -m gpt.pretrained", description=__doc__)
     command.add_argument("what", choices=("check", "export"))
@@ -204,7 +189,7 @@ def main(argv: list[str]):
     def body():
         wanted = {"export": "a run and a new folder", "check": "one source"}[given.what]
         if (given.what == "export") != (given.folder is not None):
-            raise ValueError(f"{given.what} takes {wanted}. See --help.")
+            raise Mistake(f"{given.what} takes {wanted}. See --help.")
         if given.what == "export":
             config = checkpoint.read_state(checkpoint.find(given.source))[1]
             export(checkpoint.load_model(given.source), given.folder, TOKENIZERS[config.tokenizer]())

@@ -134,8 +134,8 @@ def overfitting_fact(model, tokenizer, shakespeare: str) -> Fact:
 
 def check(model, folder: Path) -> Iterator[Fact]:
     """All that is known about the `model` loaded from `folder`; that of GPT-2 small trains it at last."""
-    from gpt import corpus
     from gpt.tokenizer import GPT2BPE
+    from gpt.training import corpus
 
     stored, small = hub.tensors(folder), shape(model.config) == GPT2_SMALL
     if small and set(stored.values()) == {folder / "model.safetensors"}:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt.config import Mistake
+
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_BPE = Path(__file__).parents[1] / "data" / "gpt2" / "vocab.bpe"
 
@@ -39,7 +41,7 @@ class Bytes:
 class GPT2BPE:
     """GPT-2's byte-pair encoding, 50,257 ids: 256 bytes, the 50,000 merges of vocab.bpe in order, <|endoftext|>.
 
-    Raises ValueError if the merges file is missing.
+    Raises Mistake if the merges file is missing.
     """
 
     name = "gpt2"
@@ -104,7 +106,7 @@ def _read_merges(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()[1:]  # the first line is a version
     except FileNotFoundError:
-        raise ValueError(f"GPT-2's merges are missing ({path}). Restore the file from the repository.") from None
+        raise Mistake(f"GPT-2's merges are missing ({path}). Restore the file from the repository.") from None
 
 
 def _ranks(merges: list[str]) -> dict[bytes, int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt import GPT, ModelConfig
-from gpt.config import TrainConfig, configure
+from gpt.training.settings import TrainConfig, configure
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -23,10 +23,10 @@ import json, os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
-import gpt.checkpoint, gpt.corpus, gpt.data, gpt.depth, gpt.device, gpt.distributed, gpt.generate, gpt.optim
-import gpt.plots, gpt.pretrained
+import gpt.training.checkpoint, gpt.training.corpus, gpt.training.data, gpt.training.device, gpt.training.distributed
+import gpt.training.optim, gpt.study.depth, gpt.study.plots, gpt.generate, gpt.pretrained
 import pydoc_data.topics, tqdm, train
-from gpt.config import configure
+from gpt.training.settings import configure
 """
 
 TOY = {"n_layers": 2, "n_heads": 2, "d_model": 32, "context_length": 16}

@@ -5,7 +5,7 @@ import sys
 import pytest
 from conftest import ROOT, TOY
 
-from gpt.config import configure
+from gpt.training.settings import configure
 
 sys.path.append(str(ROOT / "benchmarks"))
 import speed  # noqa: E402

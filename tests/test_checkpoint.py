@@ -7,11 +7,13 @@ import pytest
 import torch
 from conftest import toy_config, toy_model, toy_tokens
 
-from gpt import BLOCKS, checkpoint, distributed
-from gpt.distributed import ALONE
+from gpt import BLOCKS
 from gpt.model import next_token_loss
-from gpt.optim import make_optimizer
-from gpt.run import new_run, newest_run, write
+from gpt.training import checkpoint, distributed
+from gpt.training.distributed import ALONE
+from gpt.training.files import write
+from gpt.training.optim import make_optimizer
+from gpt.training.run import new_run, newest_run
 
 
 def trained(norm="pre", steps=2, **settings):

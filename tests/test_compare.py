@@ -21,8 +21,8 @@ import compare
 import train
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt.blocks import Block
-from gpt.comparison import markdown, overview, paired, students_p, summarize
-from gpt.run import read_lines
+from gpt.study.comparison import markdown, overview, paired, students_p, summarize
+from gpt.training.files import read_lines
 
 RUN = TOY_RUN | {"steps": 6, "eval_every": 3, "seed": 7}
 FLAGS = as_flags(RUN)

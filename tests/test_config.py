@@ -6,7 +6,7 @@ from conftest import ROOT
 
 from gpt import ModelConfig
 from gpt.command_line import CommandLine
-from gpt.config import SETTINGS, TrainConfig, configure, flat, read_toml
+from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
 
 
 def test_tiny_toml_writes_out_the_defaults():

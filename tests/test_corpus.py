@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from conftest import shared
 
-from gpt import corpus
 from gpt.tokenizer import GPT2BPE, Bytes
+from gpt.training import corpus
 
 
 def as_bytes(path) -> bytes:

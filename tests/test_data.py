@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt.data import Data
+from gpt.training.data import Data
 
 
 def numbers(n=1000, context_length=8, batch_size=4, val_fraction=0.1, seed=0):

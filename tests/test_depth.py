@@ -7,10 +7,11 @@ from conftest import toy_config, toy_model, toy_tokens
 
 import probe
 import train
-from gpt import BLOCKS, checkpoint
-from gpt.depth import MEASURES, depth_profile
+from gpt import BLOCKS
 from gpt.model import next_token_loss
-from gpt.run import append
+from gpt.study.depth import MEASURES, depth_profile
+from gpt.training import checkpoint
+from gpt.training.files import append
 
 
 @pytest.mark.parametrize("norm", BLOCKS)

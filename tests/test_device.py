@@ -3,10 +3,10 @@ import torch
 from conftest import toy_model, toy_tokens
 
 from gpt import BLOCKS
-from gpt import device as devices
-from gpt.device import Compute, Machine, choose
-from gpt.distributed import ALONE, World
 from gpt.layers import linear
+from gpt.training import device as devices
+from gpt.training.device import Compute, Machine, choose
+from gpt.training.distributed import ALONE, World
 
 CPU, AMPERE, OLD, APPLE = Machine(), Machine(cuda=2, bfloat16=True), Machine(cuda=1), Machine(mps=True)
 

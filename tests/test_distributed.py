@@ -15,10 +15,11 @@ from conftest import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config,
 from safetensors.torch import load_file
 
 import train
-from gpt import BLOCKS, checkpoint, device, distributed
-from gpt.device import Compute
-from gpt.distributed import ALONE, World, world
+from gpt import BLOCKS
 from gpt.model import next_token_loss
+from gpt.training import checkpoint, device, distributed
+from gpt.training.device import Compute
+from gpt.training.distributed import ALONE, World, world
 
 pytestmark = pytest.mark.skipif(os.name == "nt" or not torch.distributed.is_available(), reason="forks, with gloo")
 STEPS = 4
@@ -42,7 +43,7 @@ def start(rank, n, port, name, arguments):
         key: str(value) for key, value in
         {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}.items()
     }
-    status, largest = 1, gpt.distributed.World.largest
+    status, largest = 1, gpt.training.distributed.World.largest
 
     def asked_then(self, value):
         found = largest(self, value)
@@ -52,7 +53,7 @@ def start(rank, n, port, name, arguments):
 
     try:
         if name == "late" and rank == 1:  # the signal comes when the processes have just agreed to go on
-            gpt.distributed.World.largest = asked_then
+            gpt.training.distributed.World.largest = asked_then
         train.main(arguments)
     except SystemExit as exit:
         status = exit.code or 0

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from gpt import checkpoint
-from gpt.config import TrainConfig, configure, read_toml
 from gpt.pretrained import export, load
-from gpt.run import new_run
+from gpt.training import checkpoint
+from gpt.training.run import new_run
+from gpt.training.settings import TrainConfig, configure, read_toml
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
 FLAGS = as_flags(TOY_RUN)
@@ -61,8 +61,8 @@ for _ in range(50):
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a run ended by itself"
     if os.path.exists("r/last"):
-        state = gpt.checkpoint.read_state(gpt.checkpoint.find("r", "last"))[0]
-        gpt.checkpoint.load_model("r")
+        state = gpt.training.checkpoint.read_state(gpt.training.checkpoint.find("r", "last"))[0]
+        gpt.training.checkpoint.load_model("r")
         assert state["step"] >= last
         last = state["step"]
     saved.append(last)

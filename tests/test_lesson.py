@@ -7,7 +7,7 @@ import torch
 from conftest import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
-from gpt.depth import random_stack
+from gpt.study.depth import random_stack
 
 ROW = torch.tensor([2.0, 4.0, 6.0, 8.0])
 

@@ -6,7 +6,7 @@ from conftest import toy_config, toy_model, toy_tokens
 
 from gpt import BLOCKS
 from gpt.model import next_token_loss
-from gpt.optim import Muon, lr_at, make_optimizer, orthogonal, parameter_groups
+from gpt.training.optim import Muon, lr_at, make_optimizer, orthogonal, parameter_groups
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from gpt import corpus, shards
-from gpt.data import Data
 from gpt.tokenizer import GPT2BPE, TOKENIZERS, Bytes
+from gpt.training import corpus, shards
+from gpt.training.data import Data
 
 sys.path.append(str(ROOT / "data"))  # workers import it by its name too
 import prepare  # noqa: E402

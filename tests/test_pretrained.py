@@ -19,12 +19,13 @@ import probe
 import sample
 import train
 from gpt import BLOCKS, GPT, ModelConfig, hub, pretrained, published
-from gpt.data import Data
 from gpt.generate import generate, stream_text
 from gpt.hub import read_config
 from gpt.model import mean_loss
-from gpt.pretrained import base_config, export, load, recognizes, table, tokenizer_name
+from gpt.pretrained import export, load, recognizes, table
 from gpt.tokenizer import TOKENIZERS, Bytes
+from gpt.training.data import Data
+from gpt.training.settings import from_weights, tokenizer_of
 
 KINDS = sorted(golden.CONFIGS)
 TOKENS = torch.tensor(golden.TOKENS)
@@ -407,14 +408,14 @@ def test_what_else_is_not_exported(tmp_path):
 
 def test_a_tokenizer_is_known_by_its_number_of_ids():
     names = {50257: "gpt2", 50304: "gpt2", 256: "bytes"}
-    assert {size: tokenizer_name(ModelConfig(vocab_size=size)) for size in names} == names
+    assert {size: tokenizer_of(ModelConfig(vocab_size=size)) for size in names} == names
     for config in (
         ModelConfig(vocab_size=40478, norm="post"),
         ModelConfig(vocab_size=50305),
         ModelConfig(vocab_size=257),
     ):
         with pytest.raises(ValueError, match=f"no tokenizer for these weights \\({config.vocab_size:,} ids"):
-            tokenizer_name(config)
+            tokenizer_of(config)
 
 
 def test_ids_of_a_padded_vocabulary_are_never_sampled():
@@ -509,7 +510,7 @@ def test_without_the_hubs_library_a_folder_still_loads_and_a_name_says_how(tmp_p
     prelude = "import sys; sys.modules['huggingface_hub'] = sys.modules['transformers'] = None; "
     code = prelude + f"from gpt.pretrained import load; load({str(folder)!r}); load('gpt2')"
     result = python("-c", code, cwd=ROOT, env=os.environ)
-    assert "ValueError: gpt2 comes by huggingface-hub (not installed). pip install huggingface-hub" in result.stderr
+    assert "Mistake: gpt2 comes by huggingface-hub (not installed). pip install huggingface-hub" in result.stderr
 
 
 @pytest.fixture
@@ -522,7 +523,7 @@ def bytes_gpt2(tmp_path):
 
 def test_training_starts_from_weights(tmp_path, bytes_gpt2, text_file, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    base = base_config("toy")
+    base = from_weights("toy")
     assert (base.tokenizer, base.optimizer, base.model.norm) == ("bytes", "adamw", "pre")
     arguments = ["--init", "toy", "--data", text_file, "--steps", 2, "--batch-size", 4, "--eval-every", 1]
     still = ["--lr", 1e-30, "--context-length", 12, "--out", "r"]
@@ -547,7 +548,7 @@ def test_training_starts_from_weights(tmp_path, bytes_gpt2, text_file, monkeypat
 
 
 def test_a_run_from_weights_resumes_without_them(tmp_path, bytes_gpt2, text_file, monkeypatch):
-    base = base_config(str(bytes_gpt2))
+    base = from_weights(str(bytes_gpt2))
     settings = {"data": str(text_file), "batch_size": 4, "warmup_steps": 0, "eval_every": 2, "log_every": 1}
     config = train.configure(settings | {"steps": 2}, base)
     train.train(config, str(tmp_path / "r"))

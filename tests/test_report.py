@@ -5,9 +5,11 @@ import pytest
 from conftest import toy_config, toy_model
 
 import train
-from gpt import BLOCKS, plots, report
-from gpt.distributed import ALONE
-from gpt.run import read_lines
+from gpt import BLOCKS
+from gpt.study import plots
+from gpt.training import report
+from gpt.training.distributed import ALONE
+from gpt.training.files import read_lines
 
 
 def warned(norm="pre", val=(1, 2), **settings):

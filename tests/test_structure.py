@@ -15,59 +15,79 @@ from conftest import ROOT, TOY, as_flags, toy_model
 
 import train
 from gpt import BLOCKS, GPT, ModelConfig
-from gpt.config import configure
 from gpt.pretrained import export
+from gpt.training.settings import configure
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = README + "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
-# Who imports whom among ours.
-IMPORTS = {
-    "__init__": set(),
-    "config": set(),
-    "comparison": set(),
-    "command_line": {"config"},
-    "tokenizer": set(),
-    "optim": set(),
-    "distributed": set(),
-    "device": {"distributed"},
-    "depth": set(),
-    "plots": set(),
-    "generate": set(),
-    "norms": set(),
-    "data": set(),
-    "layers": {"config"},
-    "corpus": {"shards"},
-    "shards": {"config", "run", "tokenizer"},
-    "blocks": {"layers", "norms", "config"},
-    "model": {"blocks", "layers", "norms", "config"},
-    "run": {"config"},
-    "report": {"config", "run", "plots", "checkpoint", "generate", "tokenizer"},
-    "checkpoint": {"config", "model", "run"},
-    "hub": {"config"},
-    "published": {"hub", "model", "generate", "corpus", "tokenizer"},
-    "pretrained": {"config", "model", "run", "hub", "published", "checkpoint", "tokenizer", "command_line"},
-}
+PACKAGE = sorted((ROOT / "gpt").rglob("*.py"))
 
 
 def imports(path):
-    """Names of all modules that a file imports, of ours as `config` for gpt.config."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """(module, name of the function it is imported in or None) of all that a file imports, as gpt.training.data."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {id(node): function.name for function in tree.body if isinstance(function, ast.FunctionDef)
+              for node in ast.walk(function)}  # fmt: skip
+    for node in ast.walk(tree):
+        names = []
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} if node.module != "gpt" else {f"gpt.{alias.name}" for alias in node.names}
-    return {name.removeprefix("gpt.") for name in found}
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from ((name, inside.get(id(node))) for name in names)
 
 
-def test_who_imports_whom():
-    files = {path.stem: imports(path) for path in (ROOT / "gpt").glob("*.py")}
-    assert set(files) == set(IMPORTS)
-    for name, modules in files.items():
-        assert modules & set(IMPORTS) == IMPORTS[name], name
-        assert not modules & {script.removesuffix(".py") for script in SCRIPTS} - set(IMPORTS), name
+def rooms():
+    """(file as gpt/training/data.py, what it imports, function) for all imports of the package and the scripts."""
+    for path in [*PACKAGE, *ROOT.glob("*.py")]:
+        for name, function in imports(path):
+            yield path.relative_to(ROOT).as_posix(), name, function
+
+
+def test_the_model_imports_neither_runs_nor_studies():
+    """But for `main`, the command python -m gpt.pretrained."""
+    for file, name, function in rooms():
+        if re.fullmatch(r"gpt/\w+\.py", file) and function != "main":
+            assert not name.startswith(("gpt.training", "gpt.study")), (file, name)
+
+
+def test_runs_and_studies_do_not_import_each_other():
+    """But for the trainer, which measures depth profiles along training."""
+    for file, name, _ in rooms():
+        if file.startswith("gpt/study/"):
+            assert not name.startswith("gpt.training"), (file, name)
+        if file.startswith("gpt/training/"):
+            assert not name.startswith("gpt.study") or (file, name[:15]) == ("gpt/training/trainer.py", "gpt.study.depth")
+
+
+def test_nothing_imports_a_script_but_compare_which_trains():
+    scripts = {script.removesuffix(".py") for script in SCRIPTS}
+    imported = {(file, name.split(".")[0]) for file, name, _ in rooms() if name.split(".")[0] in scripts}
+    assert imported == {("compare.py", "train")}
+
+
+def test_who_reads_the_environment():
+    for path in PACKAGE:
+        if path.name not in ("distributed.py", "device.py"):
+            assert not re.search(r"os\.environ|os\.getenv|sys\.argv(?!\[1:\]\)\n$)", path.read_text(encoding="utf-8")), path
+
+
+def functions(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+CODE = [*PACKAGE, *sorted(ROOT.glob("*.py")), ROOT / "data" / "prepare.py"]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_and_a_function_answer_one_question(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 250
+    assert not re.search(r"^\s*(nonlocal|global) ", path.read_text(encoding="utf-8"), re.M) or path.name == "prepare.py"
+    for function in functions(path):
+        assert sum(isinstance(node, ast.stmt) for node in ast.walk(function)) - 1 <= 60, function.name
 
 
 def test_no_librarys_norm_no_pickle_and_no_clock_that_can_go_back():
@@ -198,8 +218,3 @@ def test_the_readmes_python_runs():
     assert blocks
     for block in blocks:
         subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True)
-
-
-@pytest.mark.parametrize("path", sorted([*(ROOT / "gpt").glob("*.py"), *ROOT.glob("*.py")]), ids=lambda path: path.name)
-def test_a_file_answers_one_question(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 250

@@ -14,7 +14,7 @@ from conftest import shared
 
 import train
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
-from gpt.config import configure
+from gpt.training.settings import configure
 
 D, DRAWS = 128, 8
 

@@ -10,9 +10,10 @@ from conftest import toy_config
 from safetensors.torch import load_file
 
 import train as script
-from gpt import BLOCKS, GPT, checkpoint
-from gpt.data import Data
+from gpt import BLOCKS, GPT
 from gpt.model import mean_loss
+from gpt.training import checkpoint
+from gpt.training.data import Data
 
 
 @pytest.fixture

@@ -17,9 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from gpt.config import FORMAT, TrainConfig, configure, flat, one_of, read_json, require_same, unknown
+from gpt.config import Mistake, one_of, require_same, unknown
 from gpt.model import GPT, shape_only
-from gpt.run import flush, saved_runs, write
+from gpt.training.files import FORMAT, flush, read_json, write
+from gpt.training.run import saved_runs
+from gpt.training.settings import TrainConfig, configure, flat
 
 
 def config_to_json(config: TrainConfig) -> dict:
@@ -29,11 +31,11 @@ def config_to_json(config: TrainConfig) -> dict:
 
 
 def config_from_json(stored: dict) -> TrainConfig:
-    """The opposite; a setting that is absent has its default. Raises ValueError for another format."""
+    """The opposite; a setting that is absent has its default. Raises Mistake for another format."""
     settings = {"optimizer": "adamw"} | stored  # the only one there was
     found = settings.pop("format", None)
     if found != FORMAT:
-        raise ValueError(f"the run has another format ({found}, not {FORMAT}). Use the version that wrote it.")
+        raise Mistake(f"the run has another format ({found}, not {FORMAT}). Use the version that wrote it.")
     vocab_size = settings.pop("vocab_size", None)
     config = configure(settings)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
@@ -96,21 +98,21 @@ def _delete(folder: Path):
 
 def find(folder: str | Path, which: str | None = None) -> Path:
     """The checkpoint folder that `folder` is, or that `which` names in a run: "best", "last", a step, or None for the
-    best if there is one, else the last. Raises ValueError if it is not there."""
+    best if there is one, else the last. Raises Mistake if it is not there."""
     folder = Path(folder)
     if (folder / "state.json").exists():
         if which is not None:
-            raise ValueError(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
+            raise Mistake(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (folder / "last").exists():
         if not folder.exists() and (runs := saved_runs()):
-            raise ValueError(unknown("run", str(folder), [str(run) for run in runs]))
+            raise Mistake(unknown("run", str(folder), [str(run) for run in runs]))
         if inside := saved_runs(folder):
-            raise ValueError(f"that is a folder of runs ({folder}). Name one of them, as {inside[-1]}.")
+            raise Mistake(f"that is a folder of runs ({folder}). Name one of them, as {inside[-1]}.")
         again = " --overwrite" if (folder / "config.json").exists() else ""  # a run that was ended before it saved
         if not again and (folder.is_file() or (folder.exists() and any(folder.iterdir()))):
-            raise ValueError(f"that is no run ({folder.absolute()}). Name a run's folder, as runs/python-docs-pre.")
-        raise ValueError(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}{again}")
+            raise Mistake(f"that is no run ({folder.absolute()}). Name a run's folder, as runs/python-docs-pre.")
+        raise Mistake(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}{again}")
     if which is None:
         which = "best" if (folder / "best").exists() else "last"
     step = which
@@ -119,7 +121,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     found = path_of(folder, int(step)) if step.isdecimal() else None
     if found is None or not found.is_dir():
         what = which if step == which else f"{which}, step {step},"
-        raise ValueError(f"no such checkpoint ({what} in {folder}). {_others(folder)}")
+        raise Mistake(f"no such checkpoint ({what} in {folder}). {_others(folder)}")
     return found
 
 
@@ -129,19 +131,19 @@ def _others(run: Path, but: Path | None = None) -> str:
     return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
 
-def _damaged(path: Path, error) -> ValueError:
+def _damaged(path: Path, error) -> Mistake:
     folder = path if path.is_dir() else path.parent
-    return ValueError(f"the checkpoint is damaged ({path}: {error}). {_others(folder.parent, but=folder)}")
+    return Mistake(f"the checkpoint is damaged ({path}: {error}). {_others(folder.parent, but=folder)}")
 
 
 def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
-    """state.json and the configuration in it. Raises ValueError if it is damaged."""
+    """state.json and the configuration in it. Raises Mistake if it is damaged."""
     path = checkpoint / "state.json"
     try:
         state = read_json(path)
         config, step, checksums = state.get("config"), state.get("step"), state.get("sha256", {})
         if not (isinstance(config, dict) and type(step) is int and step >= 0 and isinstance(checksums, dict)):
-            raise ValueError("it lacks its parts")
+            raise Mistake("it lacks its parts")
     except ValueError as error:
         raise _damaged(path, error) from None
     return state, config_from_json(config)
@@ -158,21 +160,21 @@ def load_model(folder: str | Path) -> GPT:
         model = shape_only(config.model)
         model.load_state_dict(weights, assign=True)
     except ValueError as error:
-        raise ValueError(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
+        raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
     except RuntimeError as error:  # other names or shapes than the configuration's, or absurd ones
         raise _damaged(checkpoint, error) from None
     return model
 
 
 def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
-    """What `save` wrote: the state, the weights and the moments. Raises ValueError if it is damaged, or of another
+    """What `save` wrote: the state, the weights and the moments. Raises Mistake if it is damaged, or of another
     architecture or optimizer than `config`'s."""
     state, stored = read_state(checkpoint)
     require_same(stored.model, config.model, "the checkpoint has")
     for name in ("optimizer", "init"):
         theirs, ours = getattr(stored, name), getattr(config, name)
         if theirs != ours:
-            raise ValueError(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
+            raise Mistake(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
     weights = _tensors(checkpoint, "model.safetensors", state)
     moments = {name: {} for name in weights}
     for path, value in _tensors(checkpoint, "optimizer.safetensors", state).items():
@@ -185,14 +187,14 @@ def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
 
 def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dict, dict, dict, list[str]]:
     """What `read` finds in a checkpoint of the run, ready to go on with `config` and a corpus of that `digest`, and a
-    line on each setting that differs. Raises ValueError where it cannot go on."""
+    line on each setting that differs. Raises Mistake where it cannot go on."""
     state, weights, moments = read(find(run, which), config)
     before, now = state["config"], config_to_json(config)
     if state["step"] > config.steps:
-        raise ValueError(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
+        raise Mistake(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
     elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
     if not elsewhere and state.get("corpus", digest) != digest:
-        raise ValueError(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
+        raise Mistake(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
     if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
         state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
     changed = {name: before.get(name, "absent") for name in now if before.get(name, "absent") != now[name]}
@@ -210,7 +212,7 @@ def _tensors(checkpoint: Path, name: str, state: dict) -> dict[str, torch.Tensor
         content = path.read_bytes()
         expected = state.get("sha256", {}).get(name)
         if expected is not None and expected != _sha256(content):
-            raise ValueError("its checksum differs from state.json's")
+            raise Mistake("its checksum differs from state.json's")
         tensors = load(content)
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(path, error) from None

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
+from gpt.config import Mistake
+
 # torch is imported in the functions: a user's mistake should be answered at once.
 
 
@@ -52,7 +54,7 @@ class World:
         if self.rank == 0:
             try:
                 outcome[0] = function()
-            except (ValueError, OSError) as error:
+            except (Mistake, OSError) as error:
                 outcome[1] = error
         dist.broadcast_object_list(outcome)
         if outcome[1]:
@@ -70,7 +72,7 @@ ALONE = World()
 
 
 def world() -> World:
-    """The processes that torchrun started, as its environment describes them; else this one alone. Raises ValueError
+    """The processes that torchrun started, as its environment describes them; else this one alone. Raises Mistake
     if it may restart them and they would meet in a store that remembers the addresses of those before."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
@@ -78,7 +80,7 @@ def world() -> World:
     restarts, shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
     if restarts not in (None, "0") and shared == "True":
         remedy = "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-        raise ValueError(f"restarted processes may not find each other (--max-restarts {restarts}). {remedy}.")
+        raise Mistake(f"restarted processes may not find each other (--max-restarts {restarts}). {remedy}.")
     return World(*(int(os.environ[name]) for name in names))
 
 

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from gpt.config import Mistake
+
 
 class Data:
     """A corpus cut in two contiguous splits: the last `val_fraction` of the ids is for validation, the rest to train.
-    Of `ids`, an array or gpt.corpus.Shards, only the rows asked for are read.
+    Of `ids`, an array or gpt.training.corpus.Shards, only the rows asked for are read.
 
     Both hand out (B, T + 1) int64 tokens: the first T of a row are its inputs, the last T its targets.
-    Raises ValueError if a split is shorter than one such row; `val_fraction` 0 leaves no validation split.
+    Raises Mistake if a split is shorter than one such row; `val_fraction` 0 leaves no validation split.
     """
 
     def __init__(self, ids, context_length: int, batch_size: int, val_fraction: float, seed: int):
@@ -20,7 +22,7 @@ class Data:
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
         for name, split in (("training", self.train), ("validation", self.val)):
             if len(split) <= context_length and not (name == "validation" and val_fraction == 0):
-                raise ValueError(
+                raise Mistake(
                     f"the {name} split is too short ({len(split)} tokens of {len(ids)}; one row needs "
                     f"context_length + 1 = {context_length + 1}). Use more text, a shorter context_length or "
                     f"another val_fraction."

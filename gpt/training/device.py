@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.distributed import ALONE
+from gpt.config import Mistake
+from gpt.training.distributed import ALONE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,19 +84,19 @@ def choose(device: str, dtype: str, compile: str, machine: Machine, world=ALONE,
         device = "cuda" if machine.cuda else "mps" if machine.mps and world.size == 1 else "cpu"
     kind, _, index = device.partition(":")
     if not re.fullmatch("cpu|mps|cuda(:(0|[1-9][0-9]*))?", device):
-        raise ValueError(f"unknown device ({device}). Use auto, cpu, cuda, cuda:N or mps.")
+        raise Mistake(f"unknown device ({device}). Use auto, cpu, cuda, cuda:N or mps.")
     there = {"cpu": True, "cuda": machine.cuda > int(index or 0), "mps": machine.mps}
     if not there[kind]:
-        raise ValueError(
+        raise Mistake(
             f"the device is not there ({device}; this machine has {machine.cuda} CUDA GPUs"
             f"{' and an Apple GPU' if machine.mps else ''}). Use --device auto or --device cpu."
         )
     if world.size > 1 and (index or kind == "mps"):
-        raise ValueError(f"several processes cannot share a GPU ({device}). Use --device auto, cpu or cuda.")
+        raise Mistake(f"several processes cannot share a GPU ({device}). Use --device auto, cpu or cuda.")
     if world.size > 1 and kind == "cuda":
         if world.local_size > machine.cuda:
             found = f"{world.local_size} on this machine, {machine.cuda} GPUs"
-            raise ValueError(f"more processes than GPUs ({found}). Use --nproc_per_node {machine.cuda}.")
+            raise Mistake(f"more processes than GPUs ({found}). Use --nproc_per_node {machine.cuda}.")
         device = f"cuda:{world.local_rank}"
     formats = {
         "cpu": ["float32", "bfloat16"] if training else ["float32", "bfloat16", "float16"],
@@ -105,7 +106,7 @@ def choose(device: str, dtype: str, compile: str, machine: Machine, world=ALONE,
     if dtype == "auto":
         dtype = formats[0]
     if dtype not in formats:
-        raise ValueError(f"no such number format on {device} ({dtype}). Use auto, {', '.join(formats)}.")
+        raise Mistake(f"no such number format on {device} ({dtype}). Use auto, {', '.join(formats)}.")
     if compile == "auto" and kind != "cuda":
         compile = "off"
     return Compute(device, dtype, compile)
@@ -127,7 +128,7 @@ def compiled(model, tokens, compute: Compute):
     except Exception as error:  # whatever the compiler's many parts may raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if compute.compile == "on":
-            raise ValueError(f"torch.compile failed ({reason}). Use --compile off.") from error
+            raise Mistake(f"torch.compile failed ({reason}). Use --compile off.") from error
         return model, f"warning: torch.compile failed ({reason}). Going on without it."
     finally:
         model.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure  # and not pyplot, which takes as long to i
 # Okabe and Ito's colours, which the colour-blind can tell apart; the last ones repeat with dashes.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
 
-# The measures of gpt/depth.py that are drawn.
+# The measures of gpt/study/depth.py that are drawn.
 SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt import shards
+from gpt.config import Mistake
+from gpt.training import shards
 
 CACHE = Path(__file__).parents[1] / "data"
 SHAKESPEARE = (
@@ -21,7 +22,7 @@ def load(data: str, tokenizer) -> np.ndarray | shards.Shards:
     """Token ids, (N,) of tokenizer.dtype, of all documents of a corpus with the tokenizer's separator between them.
 
     `data` is a key of CORPORA, a text file, a folder whose .txt files, sorted by path, are a document each, or a folder
-    that data/prepare.py made. Text is UTF-8 and kept byte for byte, line ends included. Raises ValueError for what is
+    that data/prepare.py made. Text is UTF-8 and kept byte for byte, line ends included. Raises Mistake for what is
     missing, empty, not UTF-8, damaged, or prepared for another tokenizer.
     """
     if data and data not in CORPORA and shards.are_in(Path(data)):
@@ -50,17 +51,17 @@ def name(data: str) -> str:
 def _read(data: str) -> list[str]:
     path = Path(data)
     if not data or not os.path.exists(path):  # unlike Path.exists, False for what one may not look into
-        raise ValueError(
+        raise Mistake(
             f"no corpus of that name and no such file ({path.absolute()}). "
             f"Known names: {', '.join(CORPORA)}; else give a text file or a folder of .txt files."
         )
     if path.name.endswith((".jsonl", ".gz")):
-        raise ValueError(f"that is no plain text ({path.absolute()}). Prepare it first: python data/prepare.py {path}")
+        raise Mistake(f"that is no plain text ({path.absolute()}). Prepare it first: python data/prepare.py {path}")
     if not path.is_dir():
         return [_text(path)]
     files = sorted(file for file in path.rglob("*.txt") if file.is_file())
     if not files:
-        raise ValueError(f"no .txt file in the folder ({path.absolute()}). Put the corpus there as UTF-8 .txt files.")
+        raise Mistake(f"no .txt file in the folder ({path.absolute()}). Put the corpus there as UTF-8 .txt files.")
     return [_text(file) for file in files]
 
 
@@ -68,13 +69,13 @@ def _text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read the text ({path}: {error.strerror}). Give another file.") from None
+        raise Mistake(f"cannot read the text ({path}: {error.strerror}). Give another file.") from None
     if not raw.strip():
-        raise ValueError(f"the text is empty ({path}). Give a file with text in it.")
+        raise Mistake(f"the text is empty ({path}). Give a file with text in it.")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise Mistake(
             f"not UTF-8 text ({path}, byte {raw[error.start]:#04x} at offset {error.start}). Convert the file to UTF-8."
         ) from None
 
@@ -101,10 +102,10 @@ def download(url: str, sha256: str, path: Path):
             content = response.read()
     except OSError as error:  # urllib's errors are OSErrors
         reason = getattr(error, "reason", error)
-        raise ValueError(f"cannot download ({url}: {reason}). Fetch it another way and save it as {path}.") from None
+        raise Mistake(f"cannot download ({url}: {reason}). Fetch it another way and save it as {path}.") from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise ValueError(f"not the expected file ({url}: sha256 {found}, not {sha256}). Try again later.")
+        raise Mistake(f"not the expected file ({url}: sha256 {found}, not {sha256}). Try again later.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)

@@ -5,14 +5,15 @@ import importlib.util
 import time
 from pathlib import Path
 
-from gpt.config import TrainConfig
-from gpt.run import append, read_lines
+from gpt.config import Mistake
+from gpt.training.files import append, read_lines
+from gpt.training.settings import TrainConfig
 
 
 def require_tensorboard(config: TrainConfig):
-    """Raise ValueError if the run is to be written for TensorBoard, and that is not installed."""
+    """Raise Mistake if the run is to be written for TensorBoard, and that is not installed."""
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise ValueError("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
+        raise Mistake("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
 
 
 def opening(config: TrainConfig, model, data, tokenizer, compute, world, run, step: int) -> str:
@@ -99,7 +100,7 @@ class Log:
     def draw(self, end: bool):
         """Draw curve.png again, at most once a second before the `end`."""
         if end or time.monotonic() - self.drawn >= 1:
-            from gpt import plots
+            from gpt.study import plots
 
             with contextlib.suppress(OSError):  # Windows replaces no picture that is looked at: the next time will do
                 plots.training_curve(read_lines(self.run / "metrics.jsonl"), self.unit, self.run / "curve.png")
@@ -112,8 +113,9 @@ class Log:
 
 def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
     """That many characters from the run's best checkpoint, without a prompt."""
-    from gpt import checkpoint, generate
+    from gpt import generate
     from gpt.tokenizer import TOKENIZERS
+    from gpt.training import checkpoint
 
     text = ""
     settings = {"max_new_tokens": characters, "temperature": 0.8, "seed": config.seed}

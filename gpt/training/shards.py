@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.config import read_json
-from gpt.run import flush, write
+from gpt.config import Mistake
 from gpt.tokenizer import identity
+from gpt.training.files import flush, read_json, write
 
 META = "meta.json"  # written last: a folder that has it is whole
 PROGRESS = ".progress.json"
@@ -67,9 +67,9 @@ def clear(folder: Path):
 
 
 def read(folder: Path, tokenizer) -> Shards:
-    """The ids of a prepared corpus. Raises ValueError if it is not whole, or was prepared for another tokenizer."""
+    """The ids of a prepared corpus. Raises Mistake if it is not whole, or was prepared for another tokenizer."""
     if not (folder / META).exists():
-        raise ValueError(f"the corpus is not prepared to its end ({folder.absolute()}). Start data/prepare.py again.")
+        raise Mistake(f"the corpus is not prepared to its end ({folder.absolute()}). Start data/prepare.py again.")
     meta = read_json(folder / META)
     with contextlib.suppress(ImportError, OSError, ValueError):  # each shard is a file that stays open
         import resource
@@ -79,23 +79,23 @@ def read(folder: Path, tokenizer) -> Shards:
     try:
         theirs, dtype = meta["tokenizer"], np.dtype(meta["dtype"]).newbyteorder("<")
         if dtype.kind != "u" or np.iinfo(dtype).max < theirs["vocab_size"] - 1:
-            raise ValueError(f"{dtype} for {theirs['vocab_size']} ids")
+            raise Mistake(f"{dtype} for {theirs['vocab_size']} ids")
         files = []
         for shard in meta["shards"]:
             path = folder / Path(shard["name"]).name
             if path.stat().st_size != shard["tokens"] * dtype.itemsize:
-                raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {shard['tokens'] * dtype.itemsize}")
+                raise Mistake(f"{path.name} has {path.stat().st_size} bytes, not {shard['tokens'] * dtype.itemsize}")
             with open(path, "rb") as file:
                 files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         shards = Shards(files, dtype, hashlib.sha256(json.dumps(meta, sort_keys=True).encode("utf-8")).hexdigest())
     except (LookupError, TypeError, OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.EMFILE:
-            raise ValueError(f"too many shards ({len(meta['shards'])}). Allow more open files: ulimit -n.") from None
+            raise Mistake(f"too many shards ({len(meta['shards'])}). Allow more open files: ulimit -n.") from None
         found = f"{folder.absolute()}: {error}"
-        raise ValueError(f"the prepared corpus is damaged ({found}). Prepare it again: data/prepare.py") from None
+        raise Mistake(f"the prepared corpus is damaged ({found}). Prepare it again: data/prepare.py") from None
     if theirs != identity(tokenizer):
         found = f"{theirs.get('name')}, not {tokenizer.name}"
-        raise ValueError(
+        raise Mistake(
             f"the corpus was prepared for another tokenizer ({found}). Give --tokenizer {theirs.get('name')}."
         )
     return shards
@@ -104,7 +104,7 @@ def read(folder: Path, tokenizer) -> Shards:
 class Writer:
     """Writes ids into files of `size` tokens. A file gets its name when it is full and on the disk; what it took is
     then noted beside it, so that another Writer of the same `source`, a JSON-able description of the input, goes on
-    from there: the ids of `position`, the number of calls of `add`, but for the first `skip`. Raises ValueError if the
+    from there: the ids of `position`, the number of calls of `add`, but for the first `skip`. Raises Mistake if the
     folder has ids of another source."""
 
     def __init__(self, folder: Path, tokenizer, size: int, source: dict):
@@ -115,7 +115,7 @@ class Writer:
         if (folder / PROGRESS).exists():
             progress = read_json(folder / PROGRESS)
             if progress.get("source") != self.source:
-                raise ValueError(f"the folder has a part of another corpus ({folder.absolute()}). Give --overwrite.")
+                raise Mistake(f"the folder has a part of another corpus ({folder.absolute()}). Give --overwrite.")
             self.shards, self.position, self.skip = (progress[name] for name in ("shards", "position", "skip"))
         self._new()
 
