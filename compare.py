@@ -43,7 +43,7 @@ def save(out: Path, results: dict):
 def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop) -> bool:
     """Train each placement with each seed, one seed after the other, and write what comes out to results.json. What
     that has already is not done again, and a run that was interrupted goes on. False if `stop` came in between."""
-    from gpt.training.optim import Diverged
+    from gpt.training.trainer import Diverged
 
     runs = results["runs"]
     planned = [(norm, seed) for seed in seeds for norm in names]

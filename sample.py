@@ -1,6 +1,7 @@
 """Continue a text with a trained model: python sample.py --prompt "The ". Text goes to stdout, the rest to stderr."""
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import sys
@@ -11,36 +12,37 @@ from gpt.config import Mistake, lookup
 from gpt.training.settings import from_weights
 
 
-def sample(given, stack):
-    """Write the samples that the command line asks for. Raises Mistake for what it names and is not there."""
-    from gpt import generate, pretrained
+def sample(words, stack):
+    """Write the samples that the command line asks for. Raises Mistake if what it names is not there."""
+    from gpt import pretrained
+    from gpt.generate import Sampling, stream_text
     from gpt.tokenizer import TOKENIZERS
     from gpt.training import checkpoint, device
     from gpt.training.run import newest_run
 
-    compute = device.choose(given.device, given.dtype, "off", device.look(given.device), training=False)
-    source = given.run or newest_run()
+    compute = device.choose(words.device, words.dtype, "off", device.look(words.device), training=False)
+    source = words.run or newest_run()
     if pretrained.recognizes(source):
-        if given.checkpoint:
-            raise Mistake(f"published weights have one checkpoint only ({given.checkpoint}). Leave it out.")
-        config, load, what = from_weights(source), pretrained.load, "published weights"
+        if words.checkpoint:
+            raise Mistake(f"published weights have one checkpoint only ({words.checkpoint}). Leave it out.")
+        config, load, origin = from_weights(source), pretrained.load, "published weights"
     else:
-        source = checkpoint.find(source, given.checkpoint)
+        source = checkpoint.find(source, words.checkpoint)
         config, load = checkpoint.read_state(source)[1], checkpoint.load_model
-        what = config.data
-    if given.num_samples < 1:
-        raise Mistake(f"num_samples is out of range ({given.num_samples}). It must be 1 or more.")
-    if given.temperature == 0 and (given.seed is not None or given.num_samples > 1):
+        origin = config.data
+    if words.num_samples < 1:
+        raise Mistake(f"num_samples is out of range ({words.num_samples}). It must be 1 or more.")
+    if words.temperature == 0 and (words.seed is not None or words.num_samples > 1):
         raise Mistake("seed and num_samples have no effect at temperature 0, which is greedy. Leave them out.")
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
-    settings = {name: getattr(given, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    generate.check(tokenizer.vocab_size, seed=given.seed, **settings)
-    prompt = read_prompt(given)
+    settings = {name: getattr(words, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+    sampling = Sampling(**settings, vocab_size=tokenizer.vocab_size)
+    prompt = read_prompt(words)
     model = device.for_sampling(load(source), compute)
-    written = stack.enter_context(new_file(given.out)) if given.out else None
-    seed = secrets.randbelow(2**31) if given.seed is None else given.seed
-    drawn = f"seed {seed}" if given.temperature else "greedy"
-    print(f"{source}: {config.model.norm}, {what}; {drawn}", file=sys.stderr)
+    written = stack.enter_context(new_file(words.out)) if words.out else None
+    seed = secrets.randbelow(2**31) if words.seed is None else words.seed
+    drawn = f"seed {seed}" if words.temperature else "greedy"
+    print(f"{source}: {config.model.norm}, {origin}; {drawn}", file=sys.stderr)
 
     def say(text):
         print(text, end="", flush=True)
@@ -50,11 +52,13 @@ def sample(given, stack):
     context = config.model.context_length
     if len(tokenizer.encode_prompt(prompt)) > context:
         print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)
-    for number in range(given.num_samples):
-        if given.num_samples > 1:
+    for number in range(words.num_samples):
+        if words.num_samples > 1:
             print(f"--- sample {number + 1}, seed {seed + number}", file=sys.stderr)
         say(prompt)
-        for piece in generate.stream_text(model, tokenizer, prompt, stop=given.stop, seed=seed + number, **settings):
+        for piece in stream_text(
+            model, tokenizer, prompt, dataclasses.replace(sampling, seed=seed + number), words.stop
+        ):
             say(piece)
         say("\n")
 
@@ -67,12 +71,12 @@ def new_file(path: str):
         raise Mistake(f"cannot write the samples ({path}: {error.strerror}). Name a new file.") from None
 
 
-def read_prompt(given) -> str:
-    if given.prompt is not None and given.prompt_file is not None:
+def read_prompt(words) -> str:
+    if words.prompt is not None and words.prompt_file is not None:
         raise Mistake("two prompts (--prompt and --prompt-file). Give one of them.")
     try:
         # fsencode: the bytes that were typed, whatever the locale made of them.
-        raw = Path(given.prompt_file).read_bytes() if given.prompt_file else os.fsencode(given.prompt or "")
+        raw = Path(words.prompt_file).read_bytes() if words.prompt_file else os.fsencode(words.prompt or "")
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Mistake(f"cannot read the prompt ({error}). Give UTF-8 text.") from None
@@ -100,11 +104,11 @@ def main(argv: list[str]):
     command.add_argument("--out", metavar="FILE", help="write the samples into a new file too")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    given = command.parse_args(argv)
+    words = command.parse_args(argv)
 
     def body():
         with contextlib.ExitStack() as stack:
-            sample(given, stack)
+            sample(words, stack)
 
     command.run(body)
 

@@ -1,21 +1,18 @@
 """Train a GPT: python train.py --norm pre. Settings: defaults < a TOML file < flags; `--help` lists them."""
 
 import contextlib
-import dataclasses
-import functools
-import json
 import math
 import sys
 import time
 from pathlib import Path
 
-from gpt.command_line import CommandLine, Progress
-from gpt.config import Mistake, lookup
+from gpt.command_line import CommandLine
+from gpt.config import Mistake
 from gpt.training.distributed import reported
-from gpt.training.files import append, held, write
-from gpt.training.report import closing, closing_sample, require_tensorboard, stopped
-from gpt.training.run import StopRequest, forget_later_lines, new_run
-from gpt.training.settings import SETTINGS, TrainConfig, configure, from_weights, read_toml, tokenizer_of
+from gpt.training.files import read_lines
+from gpt.training.report import closing, stopped
+from gpt.training.run import StopRequest
+from gpt.training.settings import SETTINGS, TrainConfig, configure, from_weights, read_toml
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
 
@@ -29,161 +26,132 @@ def train(
     `out` is the run folder, by default a fresh one in runs/; `resume`, "last", "best" or a step, continues it from that
     checkpoint; `stop`, a StopRequest, ends the run early; `progress` is that of several runs. Every process that
     torchrun started calls this alike.
-    Raises Mistake, before anything is written, for a setting that does not work here; FloatingPointError, with all
-    checkpoints intact, if the loss is not finite; ConnectionError if another process is lost.
+    Raises Mistake, before anything is written, for a setting that does not work here; Failure, with all checkpoints
+    intact, if the loss is not finite (Diverged), the disk is full or another process is lost.
     """
-    from gpt.training import device, distributed
+    from gpt.training.trainer import Trainer
 
-    world = distributed.world()
-    config.micro_size(world.size)
-    compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device), world)
-    if config.shard and compute.dtype == "float16" and world.size > 1:
-        raise Mistake("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
-    require_tensorboard(config)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(distributed.joined(world, compute.device))
-        return _train(config, out, resume, overwrite, stop, progress, world, compute, stack)
+    with Trainer(config, out, resume, overwrite, progress) as run:
+        config, signum = run.config, 0
+        if run.unfinished:
+            finish(run, run.unfinished, last=False)
+        elif config.probe_every and run.step == 0:
+            run.probe(0)
+        for step in range(run.step + 1, config.steps + 1):
+            loss, grad_norm = update(run, step - 1)  # both stay on the device
+            run.progress.step()
+            if config.probe_every and step % config.probe_every == 0:
+                run.probe(step)
+            signum = run.stopping(stop)  # a signal that comes later waits for the next step
+            last = signum > 0 or step == config.steps
+            if last or run.saves(step) or run.logs(step):
+                record = run.record(step, loss, grad_norm)  # the first look at the device
+                if last or run.saves(step):
+                    run.save(record)
+                finish(run, record, last)
+            if last:
+                break
+        return run.outcome(signum)
 
 
-def _train(config, out, resume, overwrite, stop, progress, world, compute, stack):
-    import numpy as np
-    import torch
+def update(run, step: int):
+    """One optimizer step, counted from 0; returns the mean loss of this process's rows and the gradient norm."""
+    from torch.nn.utils import clip_grad_norm_
 
-    from gpt import pretrained
-    from gpt.model import GPT, mean_loss
-    from gpt.study.depth import depth_profile
+    from gpt.training.distributed import exchanging
+    from gpt.training.optim import lr_at
+
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["scale"] * lr_at(step, run.config)
+    micro_batches, batch_loss = run.batch(step), 0.0
+    for number, tokens in enumerate(micro_batches, start=1):
+        with exchanging(run.model, run.net, last=number == len(micro_batches)):
+            with run.compute.autocast():
+                loss = run.net(run.compute.put(tokens)) / len(micro_batches)
+            run.scaler.scale(loss).backward()
+        batch_loss += loss.detach()
+    run.scaler.unscale_(run.optimizer)
+    grad_norm = clip_grad_norm_(run.model.parameters(), run.config.grad_clip or math.inf)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    return batch_loss, grad_norm
+
+
+def finish(run, record: dict, last: bool):
+    """Evaluate, log and draw what is due after a step. It is saved by then, so that no failure here can lose it."""
+    step = record["step"]
+    if run.evaluates(step):
+        run.evaluate(record)
+    if run.logs(step):
+        run.log(record)
+    if run.world.first and (run.evaluates(step) or run.step == step):
+        draw(run, last)
+    run.restart_clock(step)
+
+
+def draw(run, last: bool):
+    """Draw curve.png again, at most once a second before the last step."""
+    from gpt.study import plots
+
+    if last or time.monotonic() - run.drawn >= 1:
+        with contextlib.suppress(OSError):  # Windows replaces no picture that is looked at: the next time will do
+            plots.training_curve(read_lines(run.run / "metrics.jsonl"), run.tokenizer.unit, run.run / "curve.png")
+        run.drawn = time.monotonic()
+
+
+def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
+    """That many characters from the run's best checkpoint, without a prompt."""
+    from gpt.generate import Sampling, stream_text
     from gpt.tokenizer import TOKENIZERS
-    from gpt.training import checkpoint, corpus, device, distributed, optim, report
-    from gpt.training.data import Data
+    from gpt.training.checkpoint import load_model
 
-    first = world.rank == 0  # the one that prints, logs and saves
-    tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
-    if config.init == "scratch":
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
-    elif config.tokenizer != (theirs := tokenizer_of(config.model)):
-        raise Mistake(f"the weights are for another tokenizer ({theirs}, not {config.tokenizer}). Leave it as it was.")
-    config = dataclasses.replace(config, data=corpus.resolve(config.data))
-    scratch = resume or config.init == "scratch"
-
-    def load():
-        torch.manual_seed(config.seed)
-        model = GPT(config.model) if scratch else pretrained.load(config.init, config.model)
-        return corpus.load(config.data, tokenizer), model
-
-    ids, model = world.in_turn(load)  # what is downloaded is downloaded once
-    digest = corpus.digest(ids)
-    data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
-    micro_size = config.micro_size(world.size)
-    settings = checkpoint.config_to_json(config)
-    if world.from_first(lambda: [settings, digest, resume]) != [settings, digest, resume]:
-        raise Mistake(f"the processes differ in settings or corpus ({config.data}). Start all by the same command.")
-    model.to(compute.device)
-    if config.shard and world.size > 1:
-        distributed.shard(model)
-    optimizer, scaler = optim.make_optimizer(model, config), compute.scaler()
-    # `model` is what is evaluated, saved and sampled. Only `update` calls `net`, which may be compiled or replicated.
-    net, warning = device.compiled(model, data.batch(0)[:micro_size].to(compute.device), compute)
-    if world.size > 1 and not config.shard:
-        net = distributed.replicated(net, compute.device)
-    weights, moments = {}, {}
-
-    def open_run():
-        run = Path(out) if resume else new_run(out, f"{corpus.name(config.data)}-{config.model.norm}", overwrite)
-        stack.enter_context(held(run))
-        if not resume:
-            return run, {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}, []
-        nonlocal weights, moments
-        state, weights, moments, changes = checkpoint.resume(run, resume, config, digest)
-        return run, state, changes
-
-    run, state, changes = world.from_first(open_run)
-    if resume:
-        distributed.restore(model, optimizer, world, weights, moments)
-        if first:
-            forget_later_lines(run, state["step"])
-        if scaler.is_enabled() and state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
-    progress = progress or stack.enter_context(Progress(config.steps, state["step"], first))
-    if first:
-        write(run / "config.json", json.dumps(settings, indent=1))
-        log = report.Log(run, config.tensorboard, state["step"], tokenizer.unit)
-        stack.callback(log.close)
-        opening = report.opening(config, model, data, tokenizer, compute, world, run, state["step"])
-        warnings = [*filter(None, [warning]), *report.warnings(config, model, data, world, state["step"])]
-        progress.begin("\n".join([opening, *changes]), warnings)
-
-    def update(step):
-        """One optimizer step; returns the mean loss of this process's rows and the gradient norm, on the device."""
-        # Dropout is a function of (seed, step, process), so that a resumed run repeats it.
-        torch.manual_seed(int(np.random.default_rng([config.seed, step, 1 + world.rank]).integers(2**63)))
-        for group in optimizer.param_groups:
-            group["lr"] = group["scale"] * optim.lr_at(step, config)
-        micro_batches = data.batch(step, world.rank, world.size).split(micro_size)
-        batch_loss = 0.0
-        for number, tokens in enumerate(micro_batches, start=1):
-            tokens = compute.put(tokens)
-            with distributed.exchanging(net, number == len(micro_batches)):
-                with compute.autocast():
-                    loss = net(tokens[:, :-1], tokens[:, 1:]) / len(micro_batches)
-                scaler.scale(loss).backward()
-            batch_loss += loss.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        return batch_loss, grad_norm
-
-    probed = data.few_rows().to(compute.device)
-
-    def probe(step):
-        profile = depth_profile(model, probed)
-        if first:
-            append(run / "probe.jsonl", {"step": step, **profile})
-
-    if config.probe_every and state["step"] == 0:
-        probe(0)
-    timed_from, clock, asked = state["step"], time.perf_counter(), 0
-    for step in range(state["step"] + 1, config.steps + 1):
-        loss, grad_norm = update(step - 1)
-        if config.probe_every and step % config.probe_every == 0:
-            probe(step)
-        progress.step()
-        asked = world.largest(stop.signum or 0) if stop is not None else 0  # a signal since then waits for a step
-        end = step == config.steps or asked > 0
-        evaluating = len(data.val) > 0 and (step % config.eval_every == 0 or step == config.steps)
-        logging = evaluating or step % config.log_every == 0 or step in (1, config.steps)
-        saving = end or step % (config.save_every or config.eval_every) == 0
-        if not (logging or saving):
-            continue  # without reading anything back from the device
-        tokens = (step - timed_from) * config.batch_size * config.model.context_length
-        record = {"step": step, "loss": world.total([loss.item()])[0] / world.size}
-        record |= {"lr": optim.lr_at(step - 1, config), "grad_norm": optim.whole(grad_norm).item()}
-        record["tokens_per_s"] = round(tokens / (time.perf_counter() - clock))
-        if evaluating:
-            with compute.autocast():
-                windows = data.windows(micro_size)
-                record["val_loss"] = mean_loss(model, windows, world.rank, world.size, world.total)
-            state["val_loss"] = record["val_loss"]
-        optim.check_finite(record, scaler, model)
-        if evaluating and (state["best_step"] is None or state["val_loss"] < state["best_val_loss"]):
-            state |= {"best_step": step, "best_val_loss": state["val_loss"]}
-            saving = True
-        if not math.isfinite(record["grad_norm"]):
-            record["grad_norm"] = None  # JSON knows no infinity
-        if logging and first:
-            log.add(record)
-            progress.log(report.line(record, config.steps), evaluating)
-        if saving:
-            state |= {"step": step, "scaler": scaler.state_dict(), "config": settings, "corpus": digest}
-            checkpoint_of = (run, *distributed.gathered(model, optimizer, world), state, config.keep)
-            world.from_first(functools.partial(checkpoint.save, *checkpoint_of))
-        if first and (evaluating or saving):
-            log.draw(end)
-        if end:
+    text, tokenizer = "", TOKENIZERS[config.tokenizer]()
+    sampling = Sampling(characters, temperature=0.8, seed=config.seed, vocab_size=tokenizer.vocab_size)
+    for piece in stream_text(load_model(run), tokenizer, "", sampling):
+        text += piece
+        if len(text) >= characters:
             break
-        timed_from, clock = step, time.perf_counter()
-    return state | {"run": run, "unit": tokenizer.unit, "first": first, "signum": asked, "processes": world.size}
+    return text[:characters]
+
+
+OPTIONS = ("config", "out", "resume", "checkpoint", "overwrite")  # the flags that are no settings
+
+
+def run(flags: dict) -> int | None:
+    """Train as the flags say; returns the exit status."""
+    path, out, resume, which, overwrite = (flags.pop(name) for name in OPTIONS)
+    if resume not in (None, "yes", "auto"):
+        raise Mistake(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
+    if (resume or overwrite) and not out or out == "":
+        raise Mistake("--out names no run (none). Give --out RUN; --resume and --overwrite are about that one.")
+    if resume and overwrite:
+        raise Mistake("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
+    if which and resume != "yes":
+        raise Mistake(f"--checkpoint is where to resume from ({which}). Give --resume too.")
+    begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
+    settings = (read_toml(path) if path else {}) | flags
+    for name in settings.keys() & {*OPTIONS}:
+        raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
+    base = TrainConfig()
+    if begun:
+        from gpt.training.checkpoint import find, read_state
+
+        base = read_state(find(out, which or "last"))[1]
+    elif settings.get("init", "scratch") != "scratch":
+        base = from_weights(configure({"init": settings["init"]}).init)
+    config = configure(settings, base)
+    with StopRequest() as stop:
+        # A run that ended before it saved has nothing to lose.
+        end = train(config, out, (which or "last") if begun else None, overwrite or resume == "auto", stop)
+    if end["signum"] and end["step"] < config.steps:
+        if end["first"]:
+            print(stopped(end))
+        return 128 + end["signum"]
+    if end["first"]:
+        print(closing(end) + "\n")
+        print(closing_sample(end["run"], config))
+    return 0
 
 
 def main(argv: list[str]):
@@ -197,45 +165,9 @@ def main(argv: list[str]):
     command.add_argument("--resume", nargs="?", const="yes", metavar="auto", help=text)
     command.add_argument("--checkpoint", metavar="best|last|STEP", help="with --resume: where from (default: last)")
     command.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
-    given = vars(command.parse_args(argv))
-    options = ("config", "out", "resume", "checkpoint", "overwrite")
-    path, out, resume, which, overwrite = (given.pop(name) for name in options)
-
-    def body():
-        if resume not in (None, "yes", "auto"):
-            raise Mistake(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
-        if out == "" or ((resume or overwrite) and not out):
-            raise Mistake("--out names no run (none). Give --out RUN; --resume and --overwrite are about that one.")
-        if resume and overwrite:
-            raise Mistake("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
-        if which and resume != "yes":
-            raise Mistake(f"--checkpoint is where to resume from ({which}). Give --resume too.")
-        begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
-        settings = (read_toml(path) if path else {}) | given
-        for name in settings.keys() & {*options[1:]}:
-            raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
-        base = TrainConfig()
-        if begun:
-            from gpt.training.checkpoint import find, read_state
-
-            base = read_state(find(out, which or "last"))[1]
-        elif settings.get("init", "scratch") != "scratch":
-            base = from_weights(configure({"init": settings["init"]}).init)
-        config = configure(settings, base)
-        with StopRequest() as stop:
-            # A run that ended before it saved has nothing to lose.
-            end = train(config, out, (which or "last") if begun else None, overwrite or resume == "auto", stop)
-        if end["signum"] and end["step"] < config.steps:
-            if end["first"]:
-                print(stopped(end))
-            return 128 + end["signum"]
-        if not end["first"]:
-            return
-        print(closing(end) + "\n")
-        print(closing_sample(end["run"], config))
-
+    flags = vars(command.parse_args(argv))
     unread = "nobody reads the output any more (broken pipe). What was saved is intact: --resume auto --out RUN."
-    command.run(reported(body), unread)
+    command.run(reported(lambda: run(flags)), unread)
 
 
 if __name__ == "__main__":

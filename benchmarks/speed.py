@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from gpt import GPT, LayerNorm, ModelConfig  # noqa: E402
 from gpt.generate import generate  # noqa: E402
+from gpt.loss import NextToken  # noqa: E402
 from gpt.pretrained import export  # noqa: E402
 from gpt.training.device import Compute, compiled, for_sampling  # noqa: E402
 from gpt.training.optim import make_optimizer  # noqa: E402
@@ -120,7 +121,7 @@ def peer_optimizer(model):
 
 
 def our_loss(model, tokens):
-    return model(tokens[:, :-1], tokens[:, 1:])
+    return NextToken(model)(tokens)
 
 
 def their_loss(model, tokens):
@@ -242,11 +243,11 @@ def gpu():
         return row("GPU", "none here")
     name, tokens = torch.cuda.get_device_name(), torch.randint(50257, (16, 1025))
     compute, model = Compute("cuda", "bfloat16", "on"), small().cuda()
-    net, _ = compiled(model, compute.put(tokens), compute)
+    net, _ = compiled(NextToken(model), compute.put(tokens), compute)
 
     def loss(model, tokens):
         with compute.autocast():
-            return our_loss(net, compute.put(tokens))
+            return net(compute.put(tokens))
 
     step = stepper(model, SMALL, tokens, loss)
 

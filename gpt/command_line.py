@@ -9,7 +9,7 @@ import sys
 import textwrap
 import typing
 
-from gpt.config import Mistake, type_of, unknown
+from gpt.config import Failure, Mistake, type_of, unknown
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -62,21 +62,35 @@ class CommandLine(argparse.ArgumentParser):
             sys.exit(130)
         except Mistake as error:
             self.fail(str(error), 2)
-        except (OSError, FloatingPointError) as error:
-            if getattr(error, "errno", None) is None:  # our own
-                self.fail(str(error))
+        except Failure as error:
+            self.fail(str(error))
+        except OSError as error:
+            if error.errno is None:  # no call to the system made it
+                raise
             where = error.filename or "the output"
             self.fail(f"cannot read or write ({where}: {error.strerror}). Mend that or make room, and start again.")
-        except (MemoryError, RuntimeError) as error:  # torch's, on every device, are RuntimeErrors
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
                 raise
-            what = str(error).partition("\n")[0]
-            self.fail(f"out of memory ({what}). Lower --micro-batch-size, --context-length or --d-model.")
+            reason = str(error).partition("\n")[0]
+            self.fail(f"out of memory ({reason}). Lower --micro-batch-size, --context-length or --d-model.")
 
     def fail(self, message: str, status: int = 1):
         """Leave the program with one line on stderr, in which a stranger's file cannot steer the terminal."""
         line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())[:2000])
         self.exit(status, f"error: {line}\n")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a MemoryError or a RuntimeError is for want of memory: torch has an exception of its own for GPUs, and
+    words of its own on CPUs (Linux and macOS, Windows) and Apple's GPUs."""
+    words = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "DefaultCPUAllocator: not enough memory",
+        "MPS backend out of memory",
+    )
+    own = type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch")
+    return isinstance(error, MemoryError) or own or any(each in str(error) for each in words)
 
 
 class Progress:

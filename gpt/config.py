@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 
 class Mistake(ValueError):
     """A mistake that the user can mend: the message has the value and the remedy. It is the only exception that a
-    script turns into one line and status 2; all others keep their traceback."""
+    script turns into one line and status 2."""
+
+
+class Failure(Exception):
+    """What ends a run and is no mistake of the user: a loss that is not finite, a full disk, a lost process. A script
+    turns it into one line and status 1; all other exceptions keep their traceback."""
 
 
 def one_of(values: Iterable) -> str:
@@ -49,6 +54,19 @@ TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 def type_of(setting: dataclasses.Field) -> type:
     """The type of a setting, ignoring `| None`."""
     return next(each for each in (setting.type, *typing.get_args(setting.type)) if each in TYPES)
+
+
+def typed(name: str, value, setting: dataclasses.Field):
+    """`value`, as the type that the setting of this name is declared with; a whole number will do for a number. Raises
+    Mistake for another type."""
+    if value is None and setting.default is None:
+        return None
+    wanted = type_of(setting)
+    if type(value) is int and wanted is float and abs(value) < 2**53:
+        return float(value)
+    if type(value) is not wanted:
+        raise Mistake(f"{name} has the wrong type ({value!r}). It must be {TYPES[wanted]}.")
+    return value
 
 
 def require(ok: bool, settings, name: str, wanted: str):

@@ -1,17 +1,61 @@
-"""What is known about the published weights."""
+"""Facts about the published weights: names, settings, sizes, and results to compare with."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 
-from gpt import hub
+from gpt.config import Mistake
 from gpt.generate import generate
-from gpt.model import next_token_loss
+from gpt.loss import next_token_loss
 
-# (norm, blocks, heads, width, vocabulary, context): parameters, those of norms.
+NAMES = {
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+    "openai-gpt": "openai-community/openai-gpt",
+}
+PLACEMENTS = {"gpt2": "pre", "openai-gpt": "post"}
+# Our setting -> that of config.json.
+SETTINGS = {
+    "context_length": "n_positions",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "d_model": "n_embd",
+    "norm_eps": "layer_norm_epsilon",
+}
+ACTIVATIONS = {
+    "gpt2": {"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
+    "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},  # GPT-1's "gelu" is the tanh form
+}
+# Settings that change the computation, with the only value that our model computes. (n_inner may also be 4 n_embd.)
+FIXED = {
+    "n_inner": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+# Published module -> ours, and whether its weight is stored [in, out] and has to be transposed: the shape of a square
+# matrix does not tell.
+OUTSIDE = {
+    "gpt2": {"wte": ("token_embedding", False), "wpe": ("position_embedding", False), "ln_f": ("final_norm", False)},
+    "openai-gpt": {"tokens_embed": ("token_embedding", False), "positions_embed": ("position_embedding", False)},
+}
+BLOCK = {
+    "ln_1": ("attn_norm", False),
+    "attn.c_attn": ("attn.qkv", True),
+    "attn.c_proj": ("attn.out", True),
+    "ln_2": ("mlp_norm", False),
+    "mlp.c_fc": ("mlp.up", True),
+    "mlp.c_proj": ("mlp.down", True),
+}
+
+# (placement, blocks, heads, width, vocabulary, context): parameters, those in norms.
 GPT2_SMALL = ("pre", 12, 12, 768, 50257, 1024)
 GPT1 = ("post", 12, 12, 768, 40478, 512)
 SIZES = {
@@ -47,13 +91,31 @@ TURING = "Alan Turing theorized that computers would one day become", " the most
 OVERFITTING = (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511)
 
 
-class Fact(NamedTuple):
-    """Something known: what, the value expected and the value found, and whether they agree (None: not found out)."""
+def table(kind: str, n_layers: int) -> dict[str, tuple[str, bool]]:
+    """Published parameter -> ours and whether it is transposed, for a "gpt2" or "openai-gpt" of `n_layers` blocks."""
+    modules = dict(OUTSIDE[kind])
+    for i in range(n_layers):
+        modules |= {f"h.{i}.{outer}": (f"blocks.{i}.{inner}", turned) for outer, (inner, turned) in BLOCK.items()}
+    parameters = {}
+    for outer, (inner, turned) in modules.items():
+        parameters[f"{outer}.weight"] = (f"{inner}.weight", turned)
+        if "embedding" not in inner:
+            parameters[f"{outer}.bias"] = (f"{inner}.bias", False)
+    return parameters
 
-    what: str
+
+class Fact(NamedTuple):
+    """A published value beside the measured one, and whether they agree (None: not measured)."""
+
+    name: str
     expected: object
-    found: object
+    measured: object
     agrees: bool | None
+
+    def line(self) -> str:
+        """As text, marked where it does not agree."""
+        mark = {True: " ", False: "!", None: "?"}[self.agrees]
+        return f"{mark} {self.name}: {self.expected}, measured {self.measured}"
 
 
 def shape(config) -> tuple:
@@ -61,22 +123,25 @@ def shape(config) -> tuple:
     return config.norm, config.n_layers, config.n_heads, config.d_model, config.vocab_size, config.context_length
 
 
-def equal(what, expected, found) -> Fact:
-    return Fact(what, expected, found, expected == found)
+def equal(name, expected, measured) -> Fact:
+    return Fact(name, expected, measured, expected == measured)
 
 
-def close(what, expected, found, tolerance) -> Fact:
+def close(name, expected, measured, tolerance) -> Fact:
     """Of two rows of numbers."""
-    agrees = all(abs(a - b) <= tolerance for a, b in zip(expected, found, strict=True))
-    return Fact(what, *(" ".join(f"{number:.6g}" for number in numbers) for numbers in (expected, found)), agrees)
+    agrees = all(abs(a - b) <= tolerance for a, b in zip(expected, measured, strict=True))
+    rows = [" ".join(f"{number:.6g}" for number in numbers) for numbers in (expected, measured)]
+    return Fact(name, rows[0], rows[1], agrees)
 
 
-def file_facts(path: Path, n_tensors: int) -> Iterator[Fact]:
+def file_facts(path: Path) -> Iterator[Fact]:
     """Those of GPT-2 small's file as it was published."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    for (what, expected), found in zip(GPT2_FILE.items(), (path.stat().st_size, digest, n_tensors)):
-        yield equal(what, expected, found)
+    with safe_open(path, framework="pt") as file:
+        count = len(file.keys())
+    for (name, expected), measured in zip(GPT2_FILE.items(), (path.stat().st_size, digest, count)):
+        yield equal(name, expected, measured)
 
 
 def model_facts(model) -> Iterator[Fact]:
@@ -95,9 +160,9 @@ def model_facts(model) -> Iterator[Fact]:
 
 def greedy_fact(model) -> Fact:
     """The most likely continuation by GPT-2 small or GPT-1."""
-    given, expected = GREEDY[model.config.norm]
-    found = generate(model, torch.tensor([given]), len(expected), temperature=0.0)[0, len(given) :]
-    return equal(f"greedy after {given}", expected, found.tolist())
+    prompt, expected = GREEDY[model.config.norm]
+    ids = generate(model, torch.tensor([prompt]), len(expected), temperature=0.0)[0, len(prompt) :]
+    return equal(f"greedy after {prompt}", expected, ids.tolist())
 
 
 def gpt2_facts(model, tokenizer) -> Iterator[Fact]:
@@ -112,8 +177,8 @@ def gpt2_facts(model, tokenizer) -> Iterator[Fact]:
     prompt, expected = TURING
     ids = torch.tensor([tokenizer.encode_prompt(prompt).tolist()])
     new = generate(model, ids, len(tokenizer.encode(expected)), temperature=0.0)[0, ids.size(1) :]
-    found = tokenizer.decode_bytes(new.tolist()).decode("utf-8", "replace")
-    yield equal(f"greedy after {prompt!r}", expected, found)
+    text = tokenizer.decode_bytes(new.tolist()).decode("utf-8", "replace")
+    yield equal(f"greedy after {prompt!r}", expected, text)
 
 
 def overfitting_fact(model, tokenizer, shakespeare: str) -> Fact:
@@ -132,22 +197,20 @@ def overfitting_fact(model, tokenizer, shakespeare: str) -> Fact:
     return close("losses of ten updates on one batch", OVERFITTING, losses, 1e-2)
 
 
-def check(model, folder: Path) -> Iterator[Fact]:
-    """All that is known about the `model` loaded from `folder`; that of GPT-2 small trains it at last."""
+def check(model, folder: Path, shakespeare: Callable[[], list[str]]) -> Iterator[Fact]:
+    """All that is known about the `model` loaded from `folder`; that of GPT-2 small trains it at last, on the text that
+    `shakespeare` returns."""
     from gpt.tokenizer import GPT2BPE
-    from gpt.training import corpus
 
-    stored, small = hub.tensors(folder), shape(model.config) == GPT2_SMALL
-    if small and set(stored.values()) == {folder / "model.safetensors"}:
-        yield from file_facts(folder / "model.safetensors", len(stored))
+    small, file = shape(model.config) == GPT2_SMALL, folder / "model.safetensors"
+    if small and file.exists():
+        yield from file_facts(file)
     yield from model_facts(model)
     if shape(model.config) in (GPT2_SMALL, GPT1):
         yield greedy_fact(model)
     if small:
         yield from gpt2_facts(model, GPT2BPE())
         try:
-            text = corpus.shakespeare()[0]
-        except ValueError as error:  # no network
+            yield overfitting_fact(model, GPT2BPE(), shakespeare()[0])
+        except Mistake as error:  # no network
             yield Fact("losses of ten updates on one batch", "tiny Shakespeare", str(error), None)
-        else:
-            yield overfitting_fact(model, GPT2BPE(), text)

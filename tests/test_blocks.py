@@ -4,7 +4,7 @@ from conftest import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, NORMS, ModelConfig
 from gpt.blocks import Block
-from gpt.model import next_token_loss
+from gpt.loss import next_token_loss
 
 
 def twice(step):

@@ -8,7 +8,7 @@ import torch
 from conftest import toy_config, toy_model, toy_tokens
 
 from gpt import BLOCKS
-from gpt.model import next_token_loss
+from gpt.loss import next_token_loss
 from gpt.training import checkpoint, distributed
 from gpt.training.distributed import ALONE
 from gpt.training.files import write

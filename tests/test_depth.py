@@ -8,7 +8,7 @@ from conftest import toy_config, toy_model, toy_tokens
 import probe
 import train
 from gpt import BLOCKS
-from gpt.model import next_token_loss
+from gpt.loss import next_token_loss
 from gpt.study.depth import MEASURES, depth_profile
 from gpt.training import checkpoint
 from gpt.training.files import append

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import train
 from gpt import BLOCKS
-from gpt.model import next_token_loss
+from gpt.loss import next_token_loss
 from gpt.training import checkpoint, device, distributed
 from gpt.training.device import Compute
 from gpt.training.distributed import ALONE, World, world

@@ -7,8 +7,9 @@ from conftest import toy_model, toy_tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt import BLOCKS, GPT, ModelConfig
+from gpt import loss as losses
 from gpt.layers import Attention
-from gpt.model import _HeadLoss, next_token_loss
+from gpt.loss import HeadLoss, NextToken, next_token_loss
 
 
 @pytest.mark.parametrize("norm", BLOCKS)
@@ -127,13 +128,13 @@ def test_fused_attention_is_the_plain_one(norm):
 @pytest.mark.parametrize("logits, multiple", [(2**24, 1), (61 * 5, 1), (1, 1), (61 * 5, 64)])
 def test_the_loss_without_all_logits_is_that_of_the_logits(monkeypatch, norm, logits, multiple):
     """With its gradients, for some tokens at a time, and with ids added that do not exist."""
-    monkeypatch.setattr(_HeadLoss, "LOGITS", logits)
-    apply = _HeadLoss.apply
-    monkeypatch.setattr(_HeadLoss, "apply", lambda *arguments: apply(*arguments[:-1], multiple))
+    monkeypatch.setattr(losses, "LOGITS", logits)
+    apply = HeadLoss.apply
+    monkeypatch.setattr(HeadLoss, "apply", lambda *arguments: apply(*arguments[:-1], multiple))
     model, tokens = toy_model(norm=norm), toy_tokens(3, 17)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     found = []
-    for loss in (next_token_loss(model(inputs), targets), model(inputs, targets)):
+    for loss in (next_token_loss(model(inputs), targets), NextToken(model)(tokens)):
         (3 * loss).backward()
         found.append((loss.item(), [p.grad for p in model.parameters()]))
         model.zero_grad(set_to_none=True)
@@ -141,14 +142,14 @@ def test_the_loss_without_all_logits_is_that_of_the_logits(monkeypatch, norm, lo
     assert one == pytest.approx(other, abs=1e-6)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients, others))
     with torch.no_grad():
-        assert model(inputs, targets).item() == other
+        assert NextToken(model)(tokens).item() == other
 
 
 def test_the_loss_without_all_logits_follows_autocast():
     model, tokens = toy_model(), toy_tokens(3, 17)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss = NextToken(model)(tokens)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), abs=1e-5)
     loss.backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
@@ -159,7 +160,7 @@ def test_the_loss_has_the_derivative_it_says():
     x, embedding = torch.randn(2, 3, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
     targets = torch.randint(7, (2, 3))
     x, embedding = x.requires_grad_(), embedding.requires_grad_()
-    loss = _HeadLoss.apply(x, embedding, targets, True, 1)
+    loss = HeadLoss.apply(x, embedding, targets, True, 1)
     exact = torch.autograd.grad(next_token_loss(x @ embedding.T, targets), (x, embedding))
     for one, other in zip(torch.autograd.grad(loss, (x, embedding)), exact):
         assert torch.allclose(one, other, atol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from conftest import toy_config, toy_model, toy_tokens
 
 from gpt import BLOCKS
-from gpt.model import next_token_loss
+from gpt.loss import next_token_loss
 from gpt.training.optim import Muon, lr_at, make_optimizer, orthogonal, parameter_groups
 
 

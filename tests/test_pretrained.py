@@ -21,11 +21,12 @@ import train
 from gpt import BLOCKS, GPT, ModelConfig, hub, pretrained, published
 from gpt.generate import generate, stream_text
 from gpt.hub import read_config
-from gpt.model import mean_loss
+from gpt.loss import NextToken
 from gpt.pretrained import export, load, recognizes, table
 from gpt.tokenizer import TOKENIZERS, Bytes
 from gpt.training.data import Data
 from gpt.training.settings import from_weights, tokenizer_of
+from gpt.training.trainer import mean_loss
 
 KINDS = sorted(golden.CONFIGS)
 TOKENS = torch.tensor(golden.TOKENS)
@@ -532,7 +533,7 @@ def test_training_starts_from_weights(tmp_path, bytes_gpt2, text_file, monkeypat
     assert (config["init"], config["context_length"], config["n_layers"]) == ("toy", 12, TOY["n_layers"])
     record = json.loads((tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
     data = Data(Bytes().encode(text_file.read_text(encoding="utf-8")), 12, 4, 0.1, 0)
-    assert record["val_loss"] == pytest.approx(mean_loss(load("toy"), data.windows(4)), abs=1e-4)
+    assert record["val_loss"] == pytest.approx(mean_loss(NextToken(load("toy")), data.windows(4)), abs=1e-4)
     for flags, message in (
         (["--norm", "post"], "has another norm (pre, not post)"),
         (["--n-layers", 3], f"has another n_layers ({TOY['n_layers']}, not 3)"),

@@ -59,7 +59,10 @@ def test_runs_and_studies_do_not_import_each_other():
         if file.startswith("gpt/study/"):
             assert not name.startswith("gpt.training"), (file, name)
         if file.startswith("gpt/training/"):
-            assert not name.startswith("gpt.study") or (file, name[:15]) == ("gpt/training/trainer.py", "gpt.study.depth")
+            assert not name.startswith("gpt.study") or (file, name[:15]) == (
+                "gpt/training/trainer.py",
+                "gpt.study.depth",
+            )
 
 
 def test_nothing_imports_a_script_but_compare_which_trains():
@@ -71,7 +74,9 @@ def test_nothing_imports_a_script_but_compare_which_trains():
 def test_who_reads_the_environment():
     for path in PACKAGE:
         if path.name not in ("distributed.py", "device.py"):
-            assert not re.search(r"os\.environ|os\.getenv|sys\.argv(?!\[1:\]\)\n$)", path.read_text(encoding="utf-8")), path
+            assert not re.search(
+                r"os\.environ|os\.getenv|sys\.argv(?!\[1:\]\)\n$)", path.read_text(encoding="utf-8")
+            ), path
 
 
 def functions(path):

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 import train as script
 from gpt import BLOCKS, GPT
-from gpt.model import mean_loss
+from gpt.loss import NextToken
 from gpt.training import checkpoint
 from gpt.training.data import Data
+from gpt.training.trainer import mean_loss
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch(run, text_file):
     losses = []
     for rows in (1, 3, 8):
         data = Data(torch.frombuffer(bytearray(text_file.read_bytes()), dtype=torch.uint8).numpy(), 16, rows, 0.2, 0)
-        losses += [mean_loss(model, data.windows(rows)) for _ in range(2)]
+        losses += [mean_loss(NextToken(model), data.windows(rows)) for _ in range(2)]
     assert losses == pytest.approx([losses[0]] * 6, abs=1e-6)
     assert losses[0] == pytest.approx(metrics(text_file.parent / "a")[-1]["val_loss"], abs=1e-6)
 

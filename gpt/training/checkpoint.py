@@ -9,7 +9,6 @@ A checkpoint is written to a temporary folder, flushed to the disk and renamed, 
 import dataclasses
 import hashlib
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from gpt.config import Mistake, one_of, require_same, unknown
+from gpt.config import Failure, Mistake, one_of, require_same
 from gpt.model import GPT, shape_only
 from gpt.training.files import FORMAT, flush, read_json, write
 from gpt.training.run import saved_runs
@@ -32,20 +31,19 @@ def config_to_json(config: TrainConfig) -> dict:
 
 def config_from_json(stored: dict) -> TrainConfig:
     """The opposite; a setting that is absent has its default. Raises Mistake for another format."""
-    settings = {"optimizer": "adamw"} | stored  # the only one there was
-    found = settings.pop("format", None)
-    if found != FORMAT:
-        raise Mistake(f"the run has another format ({found}, not {FORMAT}). Use the version that wrote it.")
+    settings = dict(stored)
+    version = settings.pop("format", None)
+    if version != FORMAT:
+        raise Mistake(f"the run has another format ({version}, not {FORMAT}). Use the version that wrote it.")
     vocab_size = settings.pop("vocab_size", None)
     config = configure(settings)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
 def save(run: Path, weights: dict, moments: dict, state: dict, keep: int):
-    """Write the checkpoint of `state["step"]`, point `last` at it, and `best` at `state["best_step"]` unless None;
-    then delete all checkpoints but the newest `keep` and the best. `weights` are tensors by name; `moments` the
-    optimizer's for each of these names, by their own.
-    Raises OSError, with the earlier checkpoints intact, if the disk does not take it."""
+    """Write the checkpoint of `state["step"]` and point `last` at it; then `tidy`. `weights` are tensors by name;
+    `moments` are the optimizer's tensors for each of these names, by their own.
+    Raises Failure, with the earlier checkpoints intact, if the disk does not take it."""
     for leftover in run.glob(".step-*"):
         shutil.rmtree(leftover)
     folder = path_of(run, state["step"])
@@ -63,19 +61,30 @@ def save(run: Path, weights: dict, moments: dict, state: dict, keep: int):
         flush(new)
     except (OSError, SafetensorError) as error:  # a full disk is either
         shutil.rmtree(new)
-        raise OSError(
+        raise Failure(
             f"cannot save step {state['step']} ({error}). Make room; earlier checkpoints are intact."
         ) from None
-    if folder.exists():  # left by a kill before `last` was moved: nothing points at it
+    if folder.exists():  # a kill came before `last` was moved: nothing points at it
         _delete(folder)
     new.rename(folder)
     write(run / "last", str(state["step"]))
-    best = None
+    tidy(run, state, keep)
+
+
+def tidy(run: Path, state: dict, keep: int):
+    """Note what an evaluation has added to `state` in the checkpoint of its step, if there is one, and point `best` at
+    `state["best_step"]` unless None; then delete all checkpoints but the newest `keep`, the last and the best."""
+    path = path_of(run, state["step"]) / "state.json"
+    if path.exists():
+        stored = read_json(path)
+        if stored | state != stored:
+            write(path, json.dumps(stored | state, indent=1))
+    needed = {path.parent}
     if state["best_step"] is not None:
-        best = path_of(run, state["best_step"]).name
+        needed.add(path_of(run, state["best_step"]))
         write(run / "best", str(state["best_step"]))
     for other in _checkpoints(run)[:-keep]:
-        if other.name not in (best, folder.name):
+        if other not in needed:
             _delete(other)
 
 
@@ -85,10 +94,9 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Its checkpoint folders, by step."""
-    return sorted(
-        (path for path in run.glob("step-*") if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:])
-    )
+    """The checkpoint folders of a run, by step."""
+    folders = (path for path in run.glob("step-*") if path.name[5:].isdecimal())
+    return sorted(folders, key=lambda path: int(path.name[5:]))
 
 
 def _delete(folder: Path):
@@ -105,28 +113,23 @@ def find(folder: str | Path, which: str | None = None) -> Path:
             raise Mistake(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (folder / "last").exists():
-        if not folder.exists() and (runs := saved_runs()):
-            raise Mistake(unknown("run", str(folder), [str(run) for run in runs]))
-        if inside := saved_runs(folder):
-            raise Mistake(f"that is a folder of runs ({folder}). Name one of them, as {inside[-1]}.")
-        again = " --overwrite" if (folder / "config.json").exists() else ""  # a run that was ended before it saved
-        if not again and (folder.is_file() or (folder.exists() and any(folder.iterdir()))):
-            raise Mistake(f"that is no run ({folder.absolute()}). Name a run's folder, as runs/python-docs-pre.")
-        raise Mistake(f"no checkpoint there ({folder.absolute()}). Train one: python train.py --out {folder}{again}")
+        runs = saved_runs(folder) or saved_runs()
+        remedy = f"Runs that have one: {', '.join(map(str, runs[-4:]))}." if runs else "Train one: python train.py"
+        raise Mistake(f"no checkpoint there ({folder.absolute()}). {remedy}")
     if which is None:
         which = "best" if (folder / "best").exists() else "last"
     step = which
     if which in ("best", "last") and (folder / which).exists():
         step = (folder / which).read_text(encoding="utf-8").strip()
-    found = path_of(folder, int(step)) if step.isdecimal() else None
-    if found is None or not found.is_dir():
-        what = which if step == which else f"{which}, step {step},"
-        raise Mistake(f"no such checkpoint ({what} in {folder}). {_others(folder)}")
-    return found
+    checkpoint = path_of(folder, int(step)) if step.isdecimal() else None
+    if checkpoint is None or not checkpoint.is_dir():
+        place = which if step == which else f"{which}, step {step},"
+        raise Mistake(f"no such checkpoint ({place} in {folder}). {_others(folder)}")
+    return checkpoint
 
 
 def _others(run: Path, but: Path | None = None) -> str:
-    """The remedy where one checkpoint is not there, or will not do."""
+    """The remedy where a checkpoint is not there, or is damaged."""
     steps = [int(path.name[5:]) for path in _checkpoints(run) if path != but]
     return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
@@ -144,50 +147,52 @@ def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
         config, step, checksums = state.get("config"), state.get("step"), state.get("sha256", {})
         if not (isinstance(config, dict) and type(step) is int and step >= 0 and isinstance(checksums, dict)):
             raise Mistake("it lacks its parts")
-    except ValueError as error:
+    except Mistake as error:
         raise _damaged(path, error) from None
     return state, config_from_json(config)
 
 
 def load_model(folder: str | Path) -> GPT:
-    """The model of a run folder (its best checkpoint) or of a checkpoint folder, on the CPU."""
+    """The model of a run folder (its best checkpoint) or of a checkpoint folder, on the CPU, in evaluation mode."""
     checkpoint = find(folder)
     state, config = read_state(checkpoint)
     weights = _tensors(checkpoint, "model.safetensors", state)
-    if config.model.n_layers > len(weights):  # before anything is made as large as a stranger says
+    if config.model.n_layers > len(weights):  # before anything is made as large as an untrusted file says
         raise _damaged(checkpoint, f"{len(weights)} tensors, {config.model.n_layers} blocks")
     try:
         model = shape_only(config.model)
-        model.load_state_dict(weights, assign=True)
-    except ValueError as error:
+    except Mistake as error:
         raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
-    except RuntimeError as error:  # other names or shapes than the configuration's, or absurd ones
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:  # names or shapes that are not the configuration's
         raise _damaged(checkpoint, error) from None
-    return model
+    return model.eval()
 
 
 def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
-    """What `save` wrote: the state, the weights and the moments. Raises Mistake if it is damaged, or of another
+    """The state, the weights and the moments that `save` wrote. Raises Mistake if they are damaged, or of another
     architecture or optimizer than `config`'s."""
     state, stored = read_state(checkpoint)
-    require_same(stored.model, config.model, "the checkpoint has")
+    require_same(stored.model, config.model, "the checkpoint")
     for name in ("optimizer", "init"):
-        theirs, ours = getattr(stored, name), getattr(config, name)
-        if theirs != ours:
-            raise Mistake(f"the checkpoint has another {name} ({theirs}, not {ours}). Leave it as it was.")
+        if getattr(stored, name) != getattr(config, name):
+            values = f"{getattr(stored, name)}, not {getattr(config, name)}"
+            raise Mistake(f"the checkpoint has another {name} ({values}). Leave it as it was.")
     weights = _tensors(checkpoint, "model.safetensors", state)
-    moments = {name: {} for name in weights}
+    moments: dict = {name: {} for name in weights}
     for path, value in _tensors(checkpoint, "optimizer.safetensors", state).items():
         name, _, key = path.rpartition("/")
         if name not in moments:
             raise _damaged(checkpoint, f"moments of {name}")
         moments[name][key] = value
+    state.pop("sha256", None)  # of these files, and not of the next checkpoint's
     return state, weights, moments
 
 
 def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dict, dict, dict, list[str]]:
-    """What `read` finds in a checkpoint of the run, ready to go on with `config` and a corpus of that `digest`, and a
-    line on each setting that differs. Raises Mistake where it cannot go on."""
+    """The contents of a checkpoint of the run, ready to go on with `config` and a corpus of that `digest`, and a line
+    on each setting that differs. Raises Mistake if it cannot go on."""
     state, weights, moments = read(find(run, which), config)
     before, now = state["config"], config_to_json(config)
     if state["step"] > config.steps:
@@ -195,6 +200,8 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
     elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
     if not elsewhere and state.get("corpus", digest) != digest:
         raise Mistake(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
+    if elsewhere:
+        state["record"] = None
     if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
         state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
     changed = {name: before.get(name, "absent") for name in now if before.get(name, "absent") != now[name]}
@@ -212,9 +219,7 @@ def _tensors(checkpoint: Path, name: str, state: dict) -> dict[str, torch.Tensor
         content = path.read_bytes()
         expected = state.get("sha256", {}).get(name)
         if expected is not None and expected != _sha256(content):
-            raise Mistake("its checksum differs from state.json's")
-        tensors = load(content)
+            raise ValueError("its checksum differs from state.json's")
+        return load(content)
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(path, error) from None
-    # What torch.compile and DDP put before the names, if somebody saved their module.
-    return {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in tensors.items()}

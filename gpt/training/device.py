@@ -1,12 +1,15 @@
-"""The device, its number format, and compilation."""
+"""The device, its number format, compilation, and the layout of weights for sampling on a CPU."""
 
 import contextlib
+import functools
 import re
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from gpt.config import Mistake
+from gpt.model import GPT
 from gpt.training.distributed import ALONE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,14 +50,51 @@ class Compute:
         return torch.amp.GradScaler(torch.device(self.device).type, enabled=self.dtype == "float16")
 
 
-def for_sampling(model, compute: Compute):
-    """`model`, in place, in evaluation mode, on the device and with its weights in the number format. For an x86 CPU
-    each matrix, still of shape (out, in), is laid out by columns, which `gpt.layers.linear` reads twice as fast for a
-    single token. In float16 torch is as fast by rows, and slow by columns for more tokens."""
+FEW_ROWS = 2  # from four rows on, an ordinary matmul is faster (bfloat16, one core)
+
+
+def by_columns(x, weight, bias=None):
+    """F.linear, x W^T + b, (..., in) -> (..., out), for a W that is laid out by columns. For few rows x this is a sum
+    of W's columns, weighted by the numbers in x: an embedding bag, and torch's reads memory twice as fast as its
+    product of a matrix and a vector."""
+    C = x.size(-1)
+    rows = x.numel() // C
+    if not 1 <= rows <= FEW_ROWS:
+        return F.linear(x, weight, bias)
+    columns, starts = _bags(rows, C, torch.get_num_threads())
+    y = F.embedding_bag(columns, weight.t(), starts, mode="sum", per_sample_weights=x.flatten())
+    y = y.view(*x.shape[:-1], -1, len(weight)).sum(-2)
+    return y if bias is None else y + bias
+
+
+@functools.cache
+@torch.inference_mode(False)  # cached across calls, so these must not be inference tensors
+def _bags(rows: int, width: int, threads: int):
+    """All columns for each row, and where each thread's part of a row's sum starts."""
+    parts = torch.arange(0, width, -(-width * rows // max(rows, threads)))
+    return torch.arange(width).repeat(rows), (torch.arange(rows)[:, None] * width + parts).flatten()
+
+
+class LinearByColumns(torch.nn.Linear):
+    def forward(self, x):
+        return by_columns(x, self.weight, self.bias)
+
+
+class GPTByColumns(GPT):
+    def readout(self, x):
+        return by_columns(self.final_norm(x), self.token_embedding.weight)
+
+
+def for_sampling(model: GPT, compute: Compute) -> GPT:
+    """`model`, in place, in evaluation mode, on the device and with its weights in the number format. On an x86 CPU its
+    matrices are laid out by columns; in float16 they are not, since there torch is as fast by rows."""
     model.eval().to(compute.device, DTYPES[compute.dtype])
-    by_columns = compute.device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if by_columns and compute.dtype != "float16":
+    columns = compute.device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    if columns and compute.dtype != "float16":
+        model.__class__ = GPTByColumns
         for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.__class__ = LinearByColumns
             if isinstance(module, torch.nn.Linear) or module is model.token_embedding:
                 module.weight.data = module.weight.data.t().contiguous().t()
     return model
@@ -112,24 +152,25 @@ def choose(device: str, dtype: str, compile: str, machine: Machine, world=ALONE,
     return Compute(device, dtype, compile)
 
 
-def compiled(model, tokens, compute: Compute):
-    """`model`, or torch.compile around it after a first forward and backward on `tokens` (B, T + 1); a warning or None.
+def compiled(net, tokens, compute: Compute):
+    """`net`, a NextToken, or torch.compile around it after a first forward and backward on `tokens` (B, T + 1); and a
+    warning or None.
 
-    Compiling starts here, so that a failure is met before any step is taken: "on" raises ValueError, "auto" goes on
-    in eager.
+    Compiling starts here, so that a failure is met before any step is taken: "on" raises Mistake, "auto" goes on
+    without the compiler.
     """
     if compute.compile == "off":
-        return model, None
+        return net, None
     try:
         torch.compiler.reset()  # else the ninth model of a process would go uncompiled, without a word
-        net = torch.compile(model)
+        fast = torch.compile(net)
         with compute.autocast():
-            net(tokens[:, :-1], tokens[:, 1:]).backward()
+            fast(tokens).backward()
     except Exception as error:  # whatever the compiler's many parts may raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if compute.compile == "on":
             raise Mistake(f"torch.compile failed ({reason}). Use --compile off.") from error
-        return model, f"warning: torch.compile failed ({reason}). Going on without it."
+        return net, f"warning: torch.compile failed ({reason}). Going on without it."
     finally:
-        model.zero_grad(set_to_none=True)
-    return net, None
+        net.zero_grad(set_to_none=True)
+    return fast, None

@@ -4,14 +4,11 @@ import contextlib
 import gc
 import os
 import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from gpt.config import Mistake
+from gpt.config import Failure, Mistake
 
 # torch is imported in the functions: a user's mistake should be answered at once.
 
@@ -25,6 +22,11 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that prints, logs and saves."""
+        return self.rank == 0
 
     def total(self, values: list[float]) -> list[float]:
         """The sums over all processes, on each of them."""
@@ -45,16 +47,16 @@ class World:
         return tensor.tolist()
 
     def from_first(self, function: Callable):
-        """What `function` returns on the first process, on each of them, or the error it raises; the others wait."""
+        """Call `function` on process 0 while the others wait; return its result, or raise its error, on all."""
         if self.size == 1:
             return function()
         import torch.distributed as dist
 
         outcome = [None, None]
-        if self.rank == 0:
+        if self.first:
             try:
                 outcome[0] = function()
-            except (Mistake, OSError) as error:
+            except (Mistake, Failure, OSError) as error:
                 outcome[1] = error
         dist.broadcast_object_list(outcome)
         if outcome[1]:
@@ -62,7 +64,8 @@ class World:
         return outcome[0]
 
     def in_turn(self, function: Callable):
-        """What `function` returns on this process, called on the first one before the others."""
+        """Call `function` on process 0 first, then on the others (so that downloads happen once); return its result on
+        this process."""
         result = []
         self.from_first(lambda: result.append(function()))
         return result[0] if result else function()
@@ -72,8 +75,8 @@ ALONE = World()
 
 
 def world() -> World:
-    """The processes that torchrun started, as its environment describes them; else this one alone. Raises Mistake
-    if it may restart them and they would meet in a store that remembers the addresses of those before."""
+    """The processes that torchrun started, as its environment describes them; else this one alone. Raises Mistake if
+    torchrun may restart processes while its rendezvous store keeps stale addresses."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not all(name in os.environ for name in names):
         return ALONE
@@ -86,8 +89,8 @@ def world() -> World:
 
 @contextlib.contextmanager
 def joined(world: World, device: str):
-    """Connects the processes for the length of a `with` block: NCCL for GPUs, gloo for CPUs. Raises ConnectionError if
-    one of them cannot be reached or is lost later, a while after: what ended it should be heard first."""
+    """Connect the processes for the length of a `with` block: NCCL for GPUs, gloo for CPUs. Raises Failure if one of
+    them cannot be reached or is lost later."""
     if world.size == 1:
         yield
         return
@@ -98,35 +101,22 @@ def joined(world: World, device: str):
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"  # Windows has no NCCL
-    elif os.environ.get("OMP_NUM_THREADS", "1") == "1" and world.local_size > 1:  # torchrun says 1 if the user does not
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1" and world.local_size > 1:  # torchrun's value, not the user's
         torch.set_num_threads(max(1, _cores() // world.local_size))
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    text = (
-        f"waiting for all {world.size} processes to meet at {place}. Can every machine reach it, by the interface "
-        "in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME?\n"
-    )
-    hint = threading.Timer(60, sys.stderr.write, [text])
-    hint.daemon = True
-    if world.local_rank == 0:
-        hint.start()
     try:
-        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's handler would wait as long as this does
+        # Python's handler would wait until the processes have met.
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
         signal.signal(signal.SIGTERM, before)
-        hint.cancel()
         yield
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        reason = str(error).partition("\n")[0].partition(". ")[0]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
-        if "timed out" in reason.lower():
-            remedy = "If it was tokenizing, prepare the corpus: data/prepare.py"
-            raise ConnectionError(f"another process of this job takes too long ({reason}). {remedy}") from error
-        raise ConnectionError(f"another process of this job is gone ({reason}). Its own message says why.") from error
+        reason = str(error).partition("\n")[0]
+        remedy = "Its own message says why; if it was tokenizing for long, prepare the corpus: data/prepare.py"
+        raise Failure(f"another process of this job is gone or late ({reason}). {remedy}") from error
     finally:
-        hint.cancel()
         if dist.is_initialized():
             gc.collect()  # DistributedDataParallel is in a cycle, and threads of a group that lives on abort the exit
             dist.destroy_process_group()
@@ -137,7 +127,7 @@ def _cores() -> int:
 
 
 def reported(main: Callable) -> Callable:
-    """`main`, so that torchrun, if it started this process, repeats the message of what ends it."""
+    """`main`, wrapped so that torchrun, if it started this process, repeats the message that ends it."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return main
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -149,11 +139,12 @@ def shard(model):
     """Split a model's weights over all processes, block by block, in place (FSDP2)."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(model.token_embedding.weight.device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
+    register_fsdp_forward_method(model, "residual_stream")  # the loss calls it without model.forward
 
 
 def replicated(net, device: str):
@@ -164,18 +155,34 @@ def replicated(net, device: str):
     return torch.nn.parallel.DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def exchanging(net, last: bool):
-    """A context for the forward and backward of a micro-batch: processes exchange gradients in the last one only."""
-    if hasattr(net, "set_requires_gradient_sync"):
-        net.set_requires_gradient_sync(last)
+def exchanging(model, net, last: bool):
+    """A context for the forward and backward of a micro-batch: processes exchange gradients in the last one only.
+    `model` may be sharded, and `net`, which calls it, replicated."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
     elif hasattr(net, "no_sync") and not last:
         return net.no_sync()
     return contextlib.nullcontext()
 
 
+def whole(x):
+    """The full tensor: gathers a DTensor, returns others unchanged."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def like(x, whole):
+    """`whole`, sharded like x if x is a DTensor."""
+    if not hasattr(x, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate  # takes a second, and only sharded models need it
+
+    replicas = DTensor.from_local(whole, x.device_mesh, [Replicate()], run_check=False)
+    return replicas.redistribute(placements=x.placements)
+
+
 def gathered(model, optimizer, world: World) -> tuple[dict, dict]:
-    """The weights by name and each one's optimizer tensors, {"wte": {"exp_avg": ...}}, whole; only the first of several
-    processes gets them, on the CPU."""
+    """The weights by name and each one's optimizer tensors, {"wte": {"exp_avg": ...}}, in full; of several processes
+    only the first gets them, on the CPU."""
     if world.size == 1:
         return model.state_dict(), {name: optimizer.state[p] for name, p in model.named_parameters()}
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

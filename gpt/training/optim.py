@@ -1,11 +1,14 @@
-"""Parameter groups, the optimizers, the learning rate of a step. `config` is a TrainConfig."""
+"""Parameter groups, the optimizers, the learning rate of a step."""
 
 import math
 
 import torch
 
-# Odd polynomials a s + b s^3 + c s^5, applied in turn. Each has the least error against 1 on what those before make of
-# the interval from 0.003 to 1, as Amsel et al. 2025 (arXiv 2505.16932) construct them; it ends within 1 +- 0.65.
+from gpt.training.distributed import like, whole
+from gpt.training.settings import TrainConfig
+
+# Odd polynomials a s + b s^3 + c s^5, applied in turn (Amsel et al. 2025, arXiv 2505.16932). Each is the best degree-5
+# approximation of 1 on the interval that the previous ones map [0.003, 1] to; all three end within 1 +- 0.65.
 POLYNOMIALS = ((8.3837, -24.7659, 18.3571), (4.0434, -3.0114, 0.5695), (3.5056, -2.6267, 0.5257))
 
 
@@ -28,22 +31,6 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
     return product @ x / square.sqrt()
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is, or with the parts that other processes have of it."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def _like(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """`whole` as it is, or this process's part of it, that which it has of x."""
-    if not hasattr(x, "full_tensor"):
-        return whole
-    from torch.distributed.tensor import DTensor, Replicate  # takes a second, and only sharded models need it
-
-    return DTensor.from_local(whole, x.device_mesh, [Replicate()], run_check=False).redistribute(
-        placements=x.placements
-    )
-
-
 class Muon(torch.optim.AdamW):
     """AdamW, except for matrices in groups with a "momentum" beta, which move in orthogonal directions (Jordan et al.
     2024, kellerjordan.github.io/posts/muon). For a gradient g of shape (n, m) and momentum v:
@@ -52,15 +39,15 @@ class Muon(torch.optim.AdamW):
         W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(n, m)) orthogonal(beta v + (1 - beta) g)
 
     The factor makes the update as large as AdamW's usually is, a root mean square of 0.2 lr (Liu et al. 2025,
-    arXiv 2502.16982). It is float32 throughout, and takes small matrices of one shape together.
+    arXiv 2502.16982). All is computed in float32; small matrices of one shape are taken together.
     """
 
     def __setstate__(self, state):
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps for each parameter
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a count of steps for each parameter
 
     @torch.no_grad()
     def step(self, closure=None):
-        if getattr(self, "found_inf", None):  # a float16 gradient overflowed, as the loss scaler found
+        if getattr(self, "found_inf", None):  # the loss scaler met a float16 gradient that overflowed
             return
         for group in self.param_groups:
             if group["momentum"] is None:
@@ -77,20 +64,20 @@ class Muon(torch.optim.AdamW):
                 tall = update.size(0) > update.size(1)
                 pair = (parameter.mT, update.mT) if tall else (parameter, update)
                 wide.setdefault(pair[1].shape, []).append(pair)
-                parameter.grad = None  # AdamW passes over it
+                parameter.grad = None  # so that AdamW passes over it
             for (n, m), pairs in wide.items():
                 together = max(1, 2**20 // (n * m))
                 for start in range(0, len(pairs), together):
                     parameters, updates = zip(*pairs[start : start + together])
                     for parameter, update in zip(parameters, orthogonal(torch.stack([whole(u) for u in updates]))):
                         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                        parameter.sub_(_like(parameter, update.mul_(group["lr"] * 0.2 * math.sqrt(m))))
+                        parameter.sub_(like(parameter, update.mul_(group["lr"] * 0.2 * math.sqrt(m))))
         super().step()
 
 
-def parameter_groups(model, config) -> list[dict]:
+def parameter_groups(model, config: TrainConfig) -> list[dict]:
     """Every parameter once: matrices decay, vectors (biases, norms) do not. A group's rate is lr_at times its "scale":
-    under Muon the embeddings and the vectors, which are AdamW's, want more."""
+    under Muon the embeddings and the vectors, which AdamW moves, learn best at three times the rate."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     common = {"scale": 1.0, "momentum": None, "weight_decay": config.weight_decay}
@@ -104,8 +91,8 @@ def parameter_groups(model, config) -> list[dict]:
     ]
 
 
-def make_optimizer(model, config) -> torch.optim.Optimizer:
-    """Muon, or AdamW alone (Loshchilov and Hutter, arXiv 1711.05101). The rate is set before each step, by `lr_at`."""
+def make_optimizer(model, config: TrainConfig) -> torch.optim.Optimizer:
+    """Muon, or AdamW alone (Loshchilov and Hutter, arXiv 1711.05101). Set the rate before each step, by `lr_at`."""
     return {"muon": Muon, "adamw": torch.optim.AdamW}[config.optimizer](
         parameter_groups(model, config),
         lr=config.peak_lr,
@@ -115,7 +102,7 @@ def make_optimizer(model, config) -> torch.optim.Optimizer:
     )
 
 
-def lr_at(step: int, config) -> float:
+def lr_at(step: int, config: TrainConfig) -> float:
     """The rate of update number `step`, counted from 0: peak_lr/warmup_steps, 2 peak_lr/warmup_steps, ... peak_lr, then
     down to last_lr, reached at the last update: along half a cosine, or for Muon along a line."""
     if step < config.warmup_steps:
@@ -123,21 +110,3 @@ def lr_at(step: int, config) -> float:
     progress = min(1.0, (step - config.warmup_steps + 1) / max(1, config.steps - config.warmup_steps))
     left = 1 - progress if config.optimizer == "muon" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.last_lr + (config.peak_lr - config.last_lr) * left
-
-
-class Diverged(FloatingPointError):
-    """A run's loss or weights are not finite, which was found at `step`."""
-
-    step = None
-
-
-def check_finite(record: dict, scaler, model):
-    """Raise Diverged if losses or weights are not finite. In float16 the scaler mends a gradient that is not."""
-    watched = ("loss", "val_loss") if scaler.is_enabled() else ("loss", "val_loss", "grad_norm")
-    finite = all(math.isfinite(record[key]) for key in watched if key in record)
-    if not (finite and all(whole(parameter.isfinite().all()) for parameter in model.parameters())):
-        found = f"loss {record['loss']}, rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
-        remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
-        error = Diverged(f"the run diverged (step {record['step']}: {found}). {remedy}")
-        error.step = record["step"]
-        raise error

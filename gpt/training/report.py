@@ -1,13 +1,13 @@
-"""What a training run says: the lines before it starts, each step's, the warnings; its numbers in its folder."""
+"""What a training run says, and the lines it keeps of its numbers."""
 
-import contextlib
 import importlib.util
-import time
 from pathlib import Path
 
 from gpt.config import Mistake
-from gpt.training.files import append, read_lines
+from gpt.training.files import append
 from gpt.training.settings import TrainConfig
+
+# `run` is a gpt.training.trainer.Trainer, `end` the result of train.train.
 
 
 def require_tensorboard(config: TrainConfig):
@@ -16,39 +16,41 @@ def require_tensorboard(config: TrainConfig):
         raise Mistake("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
 
 
-def opening(config: TrainConfig, model, data, tokenizer, compute, world, run, step: int) -> str:
+def opening(run) -> str:
     """What is about to happen, in five lines."""
-    m = config.model
+    config, m, world, data, unit = run.config, run.config.model, run.world, run.data, run.tokenizer.unit
     size = f"{m.n_layers} blocks, {m.n_heads} heads, width {m.d_model}, context {m.context_length}"
-    count, in_norms = model.count_parameters(), model.count_parameters("norm")
-    how = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
-    where = f"{world.size} processes, {'shards' if config.shard else 'replicas'}; " if world.size > 1 else ""
+    count, in_norms = run.model.count_parameters(), run.model.count_parameters("norm")
+    batch = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
+    processes = f"{world.size} processes, {'shards' if config.shard else 'replicas'}; " if world.size > 1 else ""
     return (
         f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms\n"
-        f"corpus  {config.data}: {len(data.train):,} {tokenizer.unit}s to train on, {len(data.val):,} to validate on\n"
-        f"steps   {step:,} of {config.steps:,} done, {how}\n"
-        f"device  {where}{compute.device}, {compute.dtype}, compile {compute.compile}\n"
-        f"run     {run}"
+        f"corpus  {config.data}: {len(data.train):,} {unit}s to train on, {len(data.val):,} to validate on\n"
+        f"steps   {run.step:,} of {config.steps:,} done, {batch}\n"
+        f"device  {processes}{run.compute.device}, {run.compute.dtype}, compile {run.compute.compile}\n"
+        f"run     {run.run}"
     )
 
 
-def warnings(config: TrainConfig, model, data, world, step: int = 0) -> list[str]:
-    """What is allowed and seldom meant."""
-    found = []
+def warnings(run) -> list[str]:
+    """Settings that are legal but probably a mistake."""
+    config, step, texts = run.config, run.step, []
     if step == config.steps:
-        found.append(f"all is done already ({step} steps). Give more: --steps {2 * step}.")
+        texts.append(f"all is done already ({step} steps). Give more: --steps {2 * step}.")
     if config.warmup_steps >= config.steps:
         steps = f"{config.warmup_steps} of {config.steps} steps"
-        found.append(f"the run ends within its warm-up ({steps}). Lower --warmup-steps.")
-    if config.warmup_steps == 0 and any(block.wants_warmup for block in model.blocks):
-        norm = config.model.norm
-        found.append(f"{norm} may learn nothing without a warm-up (warmup_steps 0). Give --warmup-steps 100 or more.")
-    if config.eval_every > config.steps and len(data.val):
+        texts.append(f"the run ends within its warm-up ({steps}). Lower --warmup-steps.")
+    if config.warmup_steps == 0 and any(block.wants_warmup for block in run.model.blocks):
+        placement = config.model.norm
+        texts.append(
+            f"{placement} may learn nothing without a warm-up (warmup_steps 0). Give --warmup-steps 100 or more."
+        )
+    if config.eval_every > config.steps and len(run.data.val):
         steps = f"every {config.eval_every} of {config.steps} steps"
-        found.append(f"the validation loss is computed at the end only ({steps}). Lower --eval-every.")
-    if config.shard and world.size == 1:
-        found.append("nothing is sharded (1 process). Start several: torchrun --nproc_per_node N train.py ...")
-    return [f"warning: {text}" for text in found]
+        texts.append(f"the validation loss is computed at the end only ({steps}). Lower --eval-every.")
+    if config.shard and run.world.size == 1:
+        texts.append("nothing is sharded (1 process). Start several: torchrun --nproc_per_node N train.py ...")
+    return [f"warning: {text}" for text in texts]
 
 
 def line(record: dict, steps: int) -> str:
@@ -59,29 +61,29 @@ def line(record: dict, steps: int) -> str:
 
 
 def closing(end: dict) -> str:
-    """How a run ended, from what `train` returns."""
+    """How a run ended."""
     run, lines = end["run"], []
     if end["val_loss"] is not None:
         best = f"best {end['best_val_loss']:.4f} at step {end['best_step']}"
         lines.append(f"validation loss {end['val_loss']:.4f} nats per {end['unit']} at step {end['step']}; {best}")
         if end["best_step"] < end["step"]:
             lines.append(
-                f"the validation loss rises since step {end['best_step']}; sample.py takes the checkpoint there"
+                f"the validation loss has been rising since step {end['best_step']}; sample.py takes that checkpoint"
             )
     return "\n".join([*lines, f"run {run}; more of this: python sample.py {run}"])
 
 
 def stopped(end: dict) -> str:
-    """How to go on with a run that was stopped, from what `train` returns."""
+    """How to go on with a run that was stopped."""
     launcher = "python" if end["processes"] == 1 else f"torchrun --nproc_per_node {end['processes']}"
     return f"stopped at step {end['step']}; continue with: {launcher} train.py --resume --out {end['run']}"
 
 
-class Log:
-    """A run's numbers from `step` on, in its folder: metrics.jsonl, curve.png and, if asked, TensorBoard's events."""
+class Lines:
+    """A run's numbers by step: metrics.jsonl and, if asked, TensorBoard's events, from the steps after `step` on."""
 
-    def __init__(self, run: Path, tensorboard: bool, step: int, unit: str):
-        self.run, self.unit, self.drawn = run, unit, time.monotonic()
+    def __init__(self, run: Path, tensorboard: bool, step: int):
+        self.path = run / "metrics.jsonl"
         self.writer = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -90,37 +92,13 @@ class Log:
 
     def add(self, record: dict):
         """A step's record."""
-        append(self.run / "metrics.jsonl", record)
+        append(self.path, record)
         if self.writer:
             for name in record.keys() - {"step"}:
                 if record[name] is not None:
                     self.writer.add_scalar(name, record[name], record["step"])
             self.writer.flush()
 
-    def draw(self, end: bool):
-        """Draw curve.png again, at most once a second before the `end`."""
-        if end or time.monotonic() - self.drawn >= 1:
-            from gpt.study import plots
-
-            with contextlib.suppress(OSError):  # Windows replaces no picture that is looked at: the next time will do
-                plots.training_curve(read_lines(self.run / "metrics.jsonl"), self.unit, self.run / "curve.png")
-            self.drawn = time.monotonic()
-
     def close(self):
         if self.writer:
             self.writer.close()
-
-
-def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str:
-    """That many characters from the run's best checkpoint, without a prompt."""
-    from gpt import generate
-    from gpt.tokenizer import TOKENIZERS
-    from gpt.training import checkpoint
-
-    text = ""
-    settings = {"max_new_tokens": characters, "temperature": 0.8, "seed": config.seed}
-    for piece in generate.stream_text(checkpoint.load_model(run), TOKENIZERS[config.tokenizer](), "", **settings):
-        text += piece
-        if len(text) >= characters:
-            break
-    return text[:characters]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.config import (
-    TYPES,
     Mistake,
     ModelConfig,
     lookup,
@@ -16,7 +15,7 @@ from gpt.config import (
     require,
     setting,
     settings_of,
-    type_of,
+    typed,
 )
 
 RATES = {"muon": (0.012, 0.0), "adamw": (1e-3, 0.1)}  # the default peak, and the last rate as a share of the peak
@@ -109,24 +108,10 @@ MODEL_SETTINGS = settings_of(ModelConfig)
 SETTINGS = MODEL_SETTINGS | settings_of(TrainConfig)
 
 
-def _typed(name: str, value):
-    """`value`, as the type that the setting is declared with; a whole number will do for a number."""
-    if value is None and SETTINGS[name].default is None:
-        return None
-    wanted = type_of(SETTINGS[name])
-    if type(value) is int and wanted is float and abs(value) < 2**53:
-        return float(value)
-    if type(value) is not wanted:
-        raise Mistake(f"{name} has the wrong type ({value!r}). It must be {TYPES[wanted]}.")
-    return value
-
-
 def configure(settings: dict, base: TrainConfig = TrainConfig()) -> TrainConfig:
     """`base` with `settings` of both dataclasses, by name, laid over it. Raises Mistake for an unknown name or a value
     that will not do."""
-    for name in settings:
-        lookup(SETTINGS, name, "setting")
-    settings = {name: _typed(name, value) for name, value in settings.items()}
+    settings = {name: typed(name, value, lookup(SETTINGS, name, "setting")) for name, value in settings.items()}
     model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
     rest = {name: value for name, value in settings.items() if name not in MODEL_SETTINGS}
     return dataclasses.replace(base, model=dataclasses.replace(base.model, **model), **rest)
@@ -156,9 +141,9 @@ def read_toml(path: str | Path) -> dict:
 
 def from_weights(source: str) -> TrainConfig:
     """The settings for training published weights further: their architecture and tokenizer, and a low rate."""
-    from gpt import hub
+    from gpt import pretrained
 
-    model = hub.read_config(hub.find(source, ["config.json"]))  # the rest may be gigabytes
+    model = pretrained.read_config(pretrained.find(source, ["config.json"]))  # the rest may be gigabytes
     return TrainConfig(model=model, tokenizer=tokenizer_of(model), init=source, optimizer="adamw", lr=3e-5)
 
 

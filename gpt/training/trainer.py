@@ -1,0 +1,268 @@
+"""What a run holds while it trains: corpus, model, optimizer, folder; how it evaluates, records and saves."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpt import pretrained
+from gpt.command_line import Progress
+from gpt.config import Failure, Mistake, lookup
+from gpt.loss import NextToken
+from gpt.model import GPT
+from gpt.study.depth import depth_profile
+from gpt.tokenizer import TOKENIZERS
+from gpt.training import checkpoint, corpus, device, distributed, optim, report
+from gpt.training.data import Data
+from gpt.training.distributed import ALONE, whole
+from gpt.training.files import append, held, read_lines, write
+from gpt.training.run import StopRequest, forget_later_lines, new_run
+from gpt.training.settings import TrainConfig, tokenizer_of
+
+
+class Diverged(Failure, FloatingPointError):
+    """The loss or the weights of a run are not finite; `step` is the first at which this was seen."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
+class Trainer:
+    """A run, from its set-up to its end, as a context manager: entering it meets every mistake before the first step.
+
+    `model` is the plain module, which is evaluated, saved and sampled. Only a training step calls `net`, which may be
+    compiled or replicated. `state` is kept in each checkpoint: the "step" and the losses so far. The arguments are
+    those of train.train.
+    """
+
+    def __init__(
+        self, config: TrainConfig, out: str | None = None, resume: str | None = None, overwrite=False, progress=None
+    ):
+        self.world = distributed.world()
+        config.micro_size(self.world.size)
+        machine = device.look(config.device)
+        self.compute = device.choose(config.device, config.dtype, config.compile, machine, self.world)
+        if config.shard and self.compute.dtype == "float16" and self.world.size > 1:
+            raise Mistake("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
+        report.require_tensorboard(config)
+        self.config, self.out, self.resume, self.overwrite = config, out, resume, overwrite
+        self.progress = progress
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(distributed.joined(self.world, self.compute.device))
+            self._load()
+            warning = self._build()
+            changes = self._open(stack)
+            self._begin(stack, warning, changes)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception):
+        return self._stack.__exit__(*exception)
+
+    def _load(self):
+        """Load the corpus and make the model, the same in all processes."""
+        config = self.config
+        self.tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
+        if config.init == "scratch":
+            shape = dataclasses.replace(config.model, vocab_size=self.tokenizer.vocab_size)
+            config = dataclasses.replace(config, model=shape)
+        elif config.tokenizer != (wanted := tokenizer_of(config.model)):
+            raise Mistake(
+                f"the weights are for another tokenizer ({wanted}, not {config.tokenizer}). Leave it as it was."
+            )
+        self.config = config = dataclasses.replace(config, data=corpus.resolve(config.data))
+        fresh = self.resume or config.init == "scratch"
+
+        def load():
+            torch.manual_seed(config.seed)
+            model = GPT(config.model) if fresh else pretrained.load(config.init, config.model)
+            return corpus.load(config.data, self.tokenizer), model
+
+        ids, self.model = self.world.in_turn(load)
+        self.digest = corpus.digest(ids)
+        self.data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
+        self.settings = checkpoint.config_to_json(config)
+        mine = [self.settings, self.digest, self.resume]
+        if self.world.from_first(lambda: mine) != mine:
+            raise Mistake(f"the processes differ in settings or corpus ({config.data}). Start all by the same command.")
+
+    def _build(self) -> str | None:
+        """Put the model on its device, and what trains it around it; returns a warning of the compiler's."""
+        config, compute, world = self.config, self.compute, self.world
+        self.model.to(compute.device).train()
+        if config.shard and world.size > 1:
+            distributed.shard(self.model)
+        self.optimizer, self.scaler = optim.make_optimizer(self.model, config), compute.scaler()
+        self.micro_size = config.micro_size(world.size)
+        self.loss = NextToken(self.model)
+        tokens = self.data.batch(0)[: self.micro_size].to(compute.device)
+        self.net, warning = device.compiled(self.loss, tokens, compute)
+        if world.size > 1 and not config.shard:
+            self.net = distributed.replicated(self.net, compute.device)
+        self.probed = self.data.few_rows().to(compute.device)
+        return warning
+
+    def _open(self, stack) -> list[str]:
+        """Make the run's folder, or go on from a checkpoint in it; returns a line on each setting that has changed."""
+        self._tensors: tuple[dict, dict] = {}, {}  # the first process reads them, and hands them to all
+        self.run, self.state, changes = self.world.from_first(lambda: self._open_folder(stack))
+        if self.resume:
+            distributed.restore(self.model, self.optimizer, self.world, *self._tensors)
+            if self.world.first:
+                forget_later_lines(self.run, self.step)
+            if self.scaler.is_enabled() and self.state["scaler"]:
+                self.scaler.load_state_dict(self.state["scaler"])
+        del self._tensors
+        return changes
+
+    def _open_folder(self, stack) -> tuple[Path, dict, list[str]]:
+        """The part of `_open` that the first process does."""
+        run = Path(self.out or "")
+        if not self.resume:
+            run = new_run(self.out, f"{corpus.name(self.config.data)}-{self.config.model.norm}", self.overwrite)
+        stack.enter_context(held(run))
+        if not self.resume:
+            return run, {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}, []
+        state, *tensors, changes = checkpoint.resume(run, self.resume, self.config, self.digest)
+        self._tensors = tuple(tensors)
+        if any(line["step"] == state["step"] for line in read_lines(run / "metrics.jsonl")):
+            state["record"] = None
+        return run, state, changes
+
+    def _begin(self, stack, warning: str | None, changes: list[str]):
+        """Say what is about to happen."""
+        config, first = self.config, self.world.first
+        if self.progress is None:
+            self.progress = stack.enter_context(Progress(config.steps, self.step, first))
+        if first:
+            write(self.run / "config.json", json.dumps(self.settings, indent=1))
+            self.lines = report.Lines(self.run, config.tensorboard, self.step)
+            stack.callback(self.lines.close)
+            warnings = [*filter(None, [warning]), *report.warnings(self)]
+            self.progress.begin("\n".join([report.opening(self), *changes]), warnings)
+        self.drawn = time.monotonic()
+        self.restart_clock(self.step)
+
+    @property
+    def step(self) -> int:
+        """The step of the last checkpoint, 0 before the first."""
+        return self.state["step"]
+
+    @property
+    def unfinished(self) -> dict | None:
+        """The record of the checkpoint's step, if the run ended after saving that and before logging it."""
+        return self.state.get("record")
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the validation loss is due after this step."""
+        return len(self.data.val) > 0 and (step % self.config.eval_every == 0 or step == self.config.steps)
+
+    def logs(self, step: int) -> bool:
+        """Whether a line of metrics.jsonl is due after this step."""
+        return self.evaluates(step) or step % self.config.log_every == 0 or step in (1, self.config.steps)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step, be it the last or not."""
+        return step % (self.config.save_every or self.config.eval_every) == 0
+
+    def stopping(self, stop: StopRequest | None) -> int:
+        """The number of the signal by which any process was asked to stop, else 0."""
+        return 0 if stop is None else self.world.largest(stop.signum or 0)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, ...]:
+        """This process's micro-batches of the step counted from 0, (micro_size, T + 1) each. Also seeds dropout, which
+        is a function of (seed, step, process), so that a resumed run repeats it."""
+        torch.manual_seed(int(np.random.default_rng([self.config.seed, step, 1 + self.world.rank]).integers(2**63)))
+        return self.data.batch(step, self.world.rank, self.world.size).split(self.micro_size)
+
+    def probe(self, step: int):
+        """Add the depth profile of a few fixed rows to probe.jsonl."""
+        profile = depth_profile(self.model, self.probed)
+        if self.world.first:
+            append(self.run / "probe.jsonl", {"step": step, **profile})
+
+    def restart_clock(self, step: int):
+        """Measure the speed from here, after a step that took time for something else."""
+        self._clock = step, time.perf_counter()
+
+    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict:
+        """The numbers of a step, read back from the device. Raises Diverged if they or the weights are not finite."""
+        since, clock = self._clock
+        tokens = (step - since) * self.config.batch_size * self.config.model.context_length
+        record = {"step": step, "loss": self.world.total([loss.item()])[0] / self.world.size}
+        record |= {"lr": optim.lr_at(step - 1, self.config), "grad_norm": whole(grad_norm).item()}
+        record["tokens_per_s"] = round(tokens / (time.perf_counter() - clock))
+        # In float16 the scaler mends a gradient that is not finite.
+        self._require_finite(record, ["loss"] if self.scaler.is_enabled() else ["loss", "grad_norm"])
+        if not math.isfinite(record["grad_norm"]):
+            record["grad_norm"] = None  # JSON knows no infinity
+        return record
+
+    def _require_finite(self, record: dict, names: list[str]):
+        finite = all(math.isfinite(record[name]) for name in names)
+        if not (finite and all(whole(parameter.isfinite().all()) for parameter in self.model.parameters())):
+            losses = f"loss {record['loss']}, " + (f"val_loss {record['val_loss']}, " if "val_loss" in record else "")
+            numbers = f"{losses}rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
+            remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
+            raise Diverged(f"the run diverged (step {record['step']}: {numbers}). {remedy}", record["step"])
+
+    def save(self, record: dict):
+        """Write a checkpoint of the record's step."""
+        self.state |= {"step": record["step"], "scaler": self.scaler.state_dict(), "record": record}
+        self.state |= {"config": self.settings, "corpus": self.digest}
+        tensors = distributed.gathered(self.model, self.optimizer, self.world)
+        self.world.from_first(lambda: checkpoint.save(self.run, *tensors, self.state, self.config.keep))
+
+    def evaluate(self, record: dict):
+        """Add the validation loss to a step's record and note it in the step's checkpoint; the least one so far makes
+        it the best, and is saved if it was not."""
+        with self.compute.autocast():
+            record["val_loss"] = mean_loss(self.loss, self.data.windows(self.micro_size), self.world)
+        self._require_finite(record, ["val_loss"])
+        self.state["val_loss"] = record["val_loss"]
+        least = self.state["best_step"] is None or record["val_loss"] < self.state["best_val_loss"]
+        if least:
+            self.state |= {"best_step": record["step"], "best_val_loss": record["val_loss"]}
+        if self.step == record["step"]:
+            self.world.from_first(lambda: checkpoint.tidy(self.run, self.state, self.config.keep))
+        elif least:
+            self.save(record)
+
+    def log(self, record: dict):
+        """Write a step's record to metrics.jsonl and to the terminal."""
+        if self.world.first:
+            self.lines.add(record)
+            self.progress.log(report.line(record, self.config.steps), "val_loss" in record)
+
+    def outcome(self, signum: int) -> dict:
+        """The result of train.train."""
+        rest = {"run": self.run, "unit": self.tokenizer.unit, "signum": signum}
+        return self.state | rest | {"first": self.world.first, "processes": self.world.size}
+
+
+@torch.no_grad()
+def mean_loss(net: NextToken, windows, world=ALONE) -> float:
+    """The loss per token over the (B, T + 1) `windows` of tokens, in evaluation mode. Of several processes each takes
+    its share of the windows; all get the result."""
+    windows, loss, count = iter(windows), 0.0, 0
+    training = net.training
+    net.eval()
+    while together := list(itertools.islice(windows, world.size)):
+        # Processes left without a window repeat the last one, uncounted: FSDP needs every process in each forward.
+        tokens = together[min(world.rank, len(together) - 1)].to(net.model.token_embedding.weight.device)
+        mean = net(tokens).item()
+        if world.rank < len(together):
+            targets = tokens[:, 1:].numel()
+            loss, count = loss + mean * targets, count + targets
+    net.train(training)
+    loss, count = world.total([loss, count])
+    return loss / count
