@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpt.config import ModelConfig, lookup
-from gpt.layers import MLP, Attention
+from gpt.layers import MLP, Attention, draw
 from gpt.norms import NORMS
 
 
@@ -19,7 +19,7 @@ class Block(nn.Module):
     """What the placements share: two branches and their norms. A placement adds `forward(x)`, and nothing to its
     signature. Modules are named by role, so that placements with equal parameters start from equal weights."""
 
-    norms = ("attn_norm", "mlp_norm")
+    norms: tuple[str, ...] = ("attn_norm", "mlp_norm")
     needs_final_norm = True
     branch_init = "gpt2"
     wants_warmup = False
@@ -44,9 +44,7 @@ class Block(nn.Module):
             (self.mlp.up, 0.02),
             (self.mlp.down, branch_std),
         ):
-            nn.init.normal_(linear.weight, std=std)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+            draw(linear.weight, std)
 
 
 class PreLN(Block):

@@ -9,6 +9,27 @@ from gpt.config import ModelConfig, lookup
 ACTIVATIONS = {"gelu_tanh": lambda: nn.GELU(approximate="tanh"), "gelu": nn.GELU, "relu": nn.ReLU}
 
 
+def draw(weight: torch.Tensor, std: float):
+    """Start a matrix from N(0, std^2), in place. The meta device is left out: torch would import its compiler (1 s)."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
+class Linear(nn.Linear):
+    """torch's, without its start: the block draws its weights, and a bias starts at 0."""
+
+    def reset_parameters(self):
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """torch's, started as GPT-2's is."""
+
+    def reset_parameters(self):
+        draw(self.weight, 0.02)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention, (B, T, C) -> (B, T, C).
 
@@ -19,8 +40,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_heads = config.n_heads
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias)
+        self.out = Linear(config.d_model, config.d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.cache = None
 
@@ -45,9 +66,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.up = nn.Linear(config.d_model, 4 * config.d_model, bias=config.bias)
+        self.up = Linear(config.d_model, 4 * config.d_model, bias=config.bias)
         self.activation = lookup(ACTIVATIONS, config.activation, "activation")()
-        self.down = nn.Linear(4 * config.d_model, config.d_model, bias=config.bias)
+        self.down = Linear(4 * config.d_model, config.d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):

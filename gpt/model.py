@@ -1,11 +1,11 @@
 """GPT: embed -> blocks -> final norm -> logits."""
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gpt.blocks import BLOCKS, make_norm
 from gpt.config import Mistake, ModelConfig, lookup
+from gpt.layers import Embedding
 from gpt.norms import NORMS
 
 
@@ -20,10 +20,8 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.context_length, config.d_model)
-        for embedding in (self.token_embedding, self.position_embedding):
-            nn.init.normal_(embedding.weight, std=0.02)
+        self.token_embedding = Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = Embedding(config.context_length, config.d_model)
         block = lookup(BLOCKS, config.norm, "placement")
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(1, config.n_layers + 1))
         final = self.blocks[-1].needs_final_norm if config.final_norm is None else config.final_norm
@@ -51,19 +49,3 @@ class GPT(nn.Module):
         norms = [module for module in self.modules() if isinstance(module, tuple(NORMS.values()))]
         modules = lookup({"all": [self], "norm": norms}, kind, "kind of parameters")
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-class _NoStart(torch.overrides.TorchFunctionMode):
-    """Within it torch.nn.init leaves tensors as they are."""
-
-    def __torch_function__(self, function, types, arguments=(), named=None):
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return named["tensor"] if named else arguments[0]
-        return function(*arguments, **(named or {}))
-
-
-def shape_only(config: ModelConfig) -> GPT:
-    """A GPT whose weights have no memory yet (torch's device "meta"), to be loaded with `assign=True`. That nothing is
-    drawn for them saves a second: torch would import its compiler to draw nothing."""
-    with torch.device("meta"), _NoStart():
-        return GPT(config)

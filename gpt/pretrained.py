@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from gpt.config import Failure, Mistake, ModelConfig, require_same, settings_of, typed, unknown
-from gpt.model import GPT, shape_only
+from gpt.model import GPT
 from gpt.published import ACTIVATIONS, FIXED, NAMES, PLACEMENTS, SETTINGS, table
 
 
@@ -145,7 +145,8 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
         head = weights.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
             raise ValueError("lm_head.weight is not the token embedding")
-        model = shape_only(config)
+        with torch.device("meta"):  # shapes alone: the weights come from the files
+            model = GPT(config)
         model.load_state_dict(weights, assign=True)
     except Mistake:
         raise

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import ROOT, TOY
+from toys import ROOT, TOY
 
 from gpt.training.settings import configure
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import toy_config, toy_model, toy_tokens
+from toys import toy_config, toy_model, toy_tokens
 
 from gpt import BLOCKS
 from gpt.loss import next_token_loss

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TOY_RUN, as_flags, call, python
+from toys import ROOT, TOY_RUN, as_flags, call, python
 
 import sample
 import train

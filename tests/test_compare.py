@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, TOY_RUN, as_flags, call, toy_config
+from toys import ROOT, TOY, TOY_RUN, as_flags, call, toy_config
 
 import compare
 import train

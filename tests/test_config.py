@@ -2,7 +2,7 @@ import dataclasses
 import tomllib
 
 import pytest
-from conftest import ROOT
+from toys import ROOT
 
 from gpt import ModelConfig
 from gpt.command_line import CommandLine
@@ -97,7 +97,7 @@ def test_a_toml_file_may_begin_with_a_byte_order_mark(tmp_path):
 
 def parse(*argv):
     command = CommandLine()
-    command.add_settings()
+    command.add_settings(SETTINGS)
     return vars(command.parse_args(argv))
 
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from conftest import toy_config, toy_model, toy_tokens
+from toys import toy_config, toy_model, toy_tokens
 
 import probe
 import train

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import toy_model, toy_tokens
+from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS
 from gpt.layers import linear

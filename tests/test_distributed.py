@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from conftest import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model, toy_tokens
 from safetensors.torch import load_file
+from toys import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model, toy_tokens
 
 import train
 from gpt import BLOCKS

@@ -11,10 +11,10 @@ import time
 
 import pytest
 import torch
-from conftest import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from toys import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model
 
 import sample
 import train

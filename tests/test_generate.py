@@ -3,7 +3,7 @@ import sys
 
 import pytest
 import torch
-from conftest import toy_model, toy_tokens
+from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt.blocks import Block

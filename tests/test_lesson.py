@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import toy_model, toy_tokens
+from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
 from gpt.study.depth import random_stack

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import toy_model, toy_tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt import loss as losses

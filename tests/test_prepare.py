@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TOY_RUN, as_flags, call, python, toy_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import ROOT, TOY_RUN, as_flags, call, python, toy_config
 
 import train
 from gpt.tokenizer import GPT2BPE, TOKENIZERS, Bytes

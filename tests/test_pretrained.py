@@ -12,15 +12,15 @@ import golden
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TOY, call, python, toy_config, toy_model, toy_tokens
+from gpt.hub import read_config
 from safetensors.torch import load_file, save_file
+from toys import ROOT, TOY, call, python, toy_config, toy_model, toy_tokens
 
 import probe
 import sample
 import train
 from gpt import BLOCKS, GPT, ModelConfig, hub, pretrained, published
 from gpt.generate import generate, stream_text
-from gpt.hub import read_config
 from gpt.loss import NextToken
 from gpt.pretrained import export, load, recognizes, table
 from gpt.tokenizer import TOKENIZERS, Bytes

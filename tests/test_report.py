@@ -2,7 +2,7 @@ import itertools
 import sys
 
 import pytest
-from conftest import toy_config, toy_model
+from toys import toy_config, toy_model
 
 import train
 from gpt import BLOCKS

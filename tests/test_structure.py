@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TOY, as_flags, toy_model
+from toys import ROOT, TOY, as_flags, toy_model
 
 import train
 from gpt import BLOCKS, GPT, ModelConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import shared
+from toys import shared
 
 import train
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig

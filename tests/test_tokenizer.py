@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from conftest import shared
+from toys import shared
 
 from gpt.tokenizer import GPT2BPE, TOKENIZERS, VOCAB_BPE, Bytes
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from conftest import toy_config
 from safetensors.torch import load_file
+from toys import toy_config
 
 import train as script
 from gpt import BLOCKS, GPT

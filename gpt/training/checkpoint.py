@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from gpt.config import Failure, Mistake, one_of, require_same
-from gpt.model import GPT, shape_only
+from gpt.model import GPT
 from gpt.training.files import FORMAT, flush, read_json, write
 from gpt.training.run import saved_runs
 from gpt.training.settings import TrainConfig, configure, flat
@@ -160,7 +160,8 @@ def load_model(folder: str | Path) -> GPT:
     if config.model.n_layers > len(weights):  # before anything is made as large as an untrusted file says
         raise _damaged(checkpoint, f"{len(weights)} tensors, {config.model.n_layers} blocks")
     try:
-        model = shape_only(config.model)
+        with torch.device("meta"):  # shapes alone: the weights come from the file
+            model = GPT(config.model)
     except Mistake as error:
         raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
     try:
