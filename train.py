@@ -87,7 +87,7 @@ def finish(run, record: dict, last: bool):
         run.log(record)
     if run.world.first and (run.evaluates(step) or run.step == step):
         draw(run, last)
-    run.restart_clock(step)
+    run.clock = step, time.perf_counter()
 
 
 def draw(run, last: bool):

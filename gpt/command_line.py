@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import io
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ from gpt.config import Failure, Mistake, type_of, unknown
 
 class CommandLine(argparse.ArgumentParser):
     """argparse, with underscores for dashes, the nearest flag for a misspelt one and every error in one line. `hints`
-    are remedies for what a script does not take: by flag, and under "" for a word too many."""
+    are remedies, by flag, for flags that a script does not take, and under "" for a word that is no flag."""
 
     def __init__(self, hints: dict[str, str] | None = None, **arguments):
         super().__init__(allow_abbrev=False, **arguments)
@@ -46,13 +47,14 @@ class CommandLine(argparse.ArgumentParser):
         return known
 
     def error(self, message):
-        self.fail(f"{message}. See --help.", 2)  # argparse's own messages, which name no remedy
+        self.fail(f"{message}. See --help.", 2)  # argparse's own messages name no remedy
 
     def run(self, body: typing.Callable[[], int | None], unread: str | None = None):
-        """Leave the program with the status `body` returns; a user's mistake is one line and 2, a failed run 1.
-        That nobody reads the output any more is no failure, unless `unread` says what is lost by it."""
+        """Leave the program with the status that `body` returns; a Mistake is one line and 2, a Failure or a system
+        call that fails one line and 1. It is no failure if nobody reads the output any more, unless `unread` says what
+        that loses."""
         if sys.stdout is not None:
-            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+            typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8", errors="replace")
         try:
             sys.exit(body())
         except BrokenPipeError:
@@ -65,10 +67,10 @@ class CommandLine(argparse.ArgumentParser):
         except Failure as error:
             self.fail(str(error))
         except OSError as error:
-            if error.errno is None:  # no call to the system made it
+            if error.errno is None:  # not raised by a call to the system
                 raise
-            where = error.filename or "the output"
-            self.fail(f"cannot read or write ({where}: {error.strerror}). Mend that or make room, and start again.")
+            place = error.filename or "the output"
+            self.fail(f"cannot read or write ({place}: {error.strerror}). Mend that or make room, and start again.")
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -76,14 +78,14 @@ class CommandLine(argparse.ArgumentParser):
             self.fail(f"out of memory ({reason}). Lower --micro-batch-size, --context-length or --d-model.")
 
     def fail(self, message: str, status: int = 1):
-        """Leave the program with one line on stderr, in which a stranger's file cannot steer the terminal."""
+        """Leave the program with one line on stderr, without control characters: an untrusted file may have some."""
         line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())[:2000])
         self.exit(status, f"error: {line}\n")
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether a MemoryError or a RuntimeError is for want of memory: torch has an exception of its own for GPUs, and
-    words of its own on CPUs (Linux and macOS, Windows) and Apple's GPUs."""
+    """Whether an exception means that memory ran out. torch has a class for this on GPUs, and only words on CPUs (Linux
+    and macOS, Windows) and on Apple's GPUs."""
     words = (
         "DefaultCPUAllocator: can't allocate memory",
         "DefaultCPUAllocator: not enough memory",
@@ -94,13 +96,14 @@ def out_of_memory(error: Exception) -> bool:
 
 
 class Progress:
-    """How far a run is, or several: a bar with the time left where stderr is a terminal, and lines that stay on stdout.
-    `label` says which of several runs it is; those say less."""
+    """The progress of one run or several: a bar with the time left where stderr is a terminal, and lines on stdout that
+    stay. `label` names one of several runs; those print less."""
 
     def __init__(self, total: int, done: int = 0, shown: bool = True):
         from tqdm import tqdm
 
-        self.label, self._warned = "", set()
+        self.label = ""
+        self._warned: set[str] = set()
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -118,18 +121,18 @@ class Progress:
         self._bar.close()
 
     def write(self, text: str):
-        """Lines above the bar, broken where the terminal ends."""
+        """Print lines above the bar, broken where the terminal ends."""
         if sys.stdout is None:
             return
         if sys.stdout.isatty():
-            how = {"width": shutil.get_terminal_size().columns, "subsequent_indent": 8 * " "}
-            how |= {"break_long_words": False, "break_on_hyphens": False}  # a path should stay one word
-            text = "\n".join(textwrap.fill(line, **how) for line in text.splitlines())
+            wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=8 * " ")
+            wrapper.break_long_words = wrapper.break_on_hyphens = False  # a path should stay one word
+            text = "\n".join(map(wrapper.fill, text.splitlines()))
         self._bar.write(text)
         sys.stdout.flush()
 
     def begin(self, text: str, warnings: list[str]):
-        """What a run is about to do; each warning once."""
+        """Print what a run is about to do, and each warning once."""
         if not self.label:
             self.write(text)
         self._bar.set_description_str(self.label)
@@ -142,7 +145,7 @@ class Progress:
         self._bar.update(count)
 
     def log(self, line: str, evaluated: bool):
-        """A step's line, which stays if there is no bar, or if it has a validation loss and there is one run only."""
+        """Show a step's line. It stays if there is no bar, or if it has a validation loss and there is one run only."""
         self._bar.set_postfix_str(" ".join(line.split()))
         if self._bar.disable or (evaluated and not self.label):
             self.write(self.label + line)

@@ -21,6 +21,8 @@ from gpt.config import Failure, Mistake, ModelConfig, require_same, settings_of,
 from gpt.model import GPT
 from gpt.published import ACTIVATIONS, FIXED, NAMES, PLACEMENTS, SETTINGS, table
 
+INDEX = "model.safetensors.index.json"
+
 
 def recognizes(source: str | Path) -> bool:
     """True for a published name (or a near miss) and for a folder whose config.json has "model_type"."""
@@ -79,27 +81,55 @@ def read_config(folder: Path) -> ModelConfig:
         settings |= {"norm": PLACEMENTS[kind], "activation": ACTIVATIONS[kind][activation]}
         return ModelConfig(vocab_size=stored["vocab_size"], **settings)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-        reason = f"it lacks {reason}" if isinstance(error, KeyError) else reason
+        lacking = "it lacks " if isinstance(error, KeyError) else ""
+        reason = lacking + (getattr(error, "strerror", None) or str(error).rstrip("."))
         raise Mistake(f"not a GPT-2 or GPT-1 configuration ({path}: {reason}). Name another folder.") from None
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors of a folder: one file, or the shards of an index. Raises Mistake for pickled weights."""
-    single, index, pickled = (
-        folder / name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-    )
-    if not single.exists() and index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-        if any(path.parent != folder or path.name == ".." for path in files):
-            raise ValueError(f"{index.name} leads out of the folder")
-        return files
-    if not single.exists() and pickled.exists():
-        raise Mistake(
-            f"pickled weights may run any code ({pickled}). Where you trust them, load them with transformers, "
-            "whose save_pretrained() writes model.safetensors."
-        )
-    return [single]
+    """The safetensors of a folder: one file, or the shards of an index."""
+    single, index, pickled = (folder / name for name in ("model.safetensors", INDEX, "pytorch_model.bin"))
+    if single.exists() or not (index.exists() or pickled.exists()):
+        return [single]
+    if not index.exists():
+        remedy = "if you trust it, load it with transformers, whose save_pretrained() writes model.safetensors"
+        raise ValueError(f"{pickled.name} is a pickle, which may run any code; {remedy}")
+    files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    if any(path.parent != folder or path.name == ".." for path in files):
+        raise ValueError(f"{INDEX} leads out of the folder")
+    return files
+
+
+def _tensors(folder: Path, config: ModelConfig, longest: int) -> dict[str, torch.Tensor]:
+    """The stored tensors in float32, by our names, or by their own where we have none."""
+    stored = []
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            stored += [(name, path) for name in file.keys()]
+    if config.n_layers > len(stored):  # before anything is made as large as an untrusted file says
+        raise ValueError(f"{len(stored)} tensors, {config.n_layers} blocks")
+    places = table("gpt2" if config.norm == "pre" else "openai-gpt", config.n_layers)
+    weights: dict[str, torch.Tensor] = {}
+    for name, path in stored:
+        outer = name.removeprefix("transformer.")
+        if outer == "position_ids" or re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", outer):
+            continue
+        inner, turned = places.get(outer, (name, False))
+        if inner in weights:
+            raise ValueError(f"there are two tensors for {inner}")
+        with safe_open(path, framework="pt") as file:  # anew for each: the pages of all would stay in memory
+            tensor = file.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has numbers of type {tensor.dtype}")
+        if turned:
+            tensor = tensor.t()
+        elif inner == "position_embedding.weight" and tensor.shape[:1] == (longest,):
+            tensor = tensor[: config.context_length]
+        weights[inner] = torch.empty(tensor.shape).copy_(tensor)  # so that nothing is written to the file's own pages
+    head = weights.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
+        raise ValueError("lm_head.weight is not the token embedding")
+    return weights
 
 
 def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
@@ -112,47 +142,25 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     there twice, or of another shape.
     """
     folder = find(source)
-    published_config = read_config(folder)
-    config, longest = config or published_config, published_config.context_length
-    shortened = dataclasses.replace(published_config, context_length=min(longest, config.context_length))
+    stored = read_config(folder)
+    config, longest = config or stored, stored.context_length
+    shortened = dataclasses.replace(stored, context_length=min(longest, config.context_length))
     require_same(shortened, config, str(folder))
-    try:
-        stored = []
-        for path in _files(folder):
-            with safe_open(path, framework="pt") as file:
-                stored += [(name, path) for name in file.keys()]
-        if config.n_layers > len(stored):  # before anything is made as large as an untrusted file says
-            raise ValueError(f"{len(stored)} tensors, {config.n_layers} blocks")
-        places = table("gpt2" if config.norm == "pre" else "openai-gpt", config.n_layers)
-        weights: dict[str, torch.Tensor] = {}
-        for name, path in stored:
-            outer = name.removeprefix("transformer.")
-            if outer == "position_ids" or re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", outer):
-                continue
-            inner, turned = places.get(outer, (name, False))
-            if inner in weights:
-                raise ValueError(f"there are two tensors for {inner}")
-            with safe_open(path, framework="pt") as file:  # anew for each: the pages of all would stay in memory
-                tensor = file.get_tensor(name)
-            if not tensor.is_floating_point():
-                raise ValueError(f"{name} has numbers of type {tensor.dtype}")
-            if turned:
-                tensor = tensor.t()
-            elif inner == "position_embedding.weight" and tensor.shape[:1] == (longest,):
-                tensor = tensor[: config.context_length]
-            # A copy, so that nothing is written to the file's own pages.
-            weights[inner] = torch.empty(tensor.shape).copy_(tensor)
-        head = weights.pop("lm_head.weight", None)
-        if head is not None and not torch.equal(head, weights["token_embedding.weight"]):
-            raise ValueError("lm_head.weight is not the token embedding")
-        with torch.device("meta"):  # shapes alone: the weights come from the files
-            model = GPT(config)
-        model.load_state_dict(weights, assign=True)
-    except Mistake:
-        raise
-    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+
+    def refused(error: Exception) -> Mistake:
         reason = " ".join(str(error).removeprefix("Error(s) in loading state_dict for GPT:").split())[:400]
-        raise Mistake(f"cannot use the weights ({folder}: {reason}). Get files that fit their config.json.") from None
+        return Mistake(f"cannot use the weights ({folder}: {reason}). Get files that fit their config.json.")
+
+    try:
+        weights = _tensors(folder, config, longest)
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise refused(error) from None
+    with torch.device("meta"):  # shapes alone: the weights come from the files
+        model = GPT(config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise refused(error) from None
     return model.eval()
 
 
@@ -161,31 +169,21 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
     AutoTokenizer open. Raises Mistake for a model that GPT-2's code does not compute, and for a folder in use; Failure
     if the disk does not take it."""
     config = model.config
-    unlike = [f"norm {config.norm}"] * (config.norm != "pre")
-    unlike += [f"norm_layer {config.norm_layer}"] * (config.norm_layer != "layernorm")
-    unlike += ["no final norm"] * (config.final_norm is False)
-    if unlike:
+    needed = {"norm": ("pre",), "norm_layer": ("layernorm",), "final_norm": (None, True)}
+    if unlike := [f"{name} {getattr(config, name)}" for name in needed if getattr(config, name) not in needed[name]]:
         raise Mistake(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
-    settings = {outer: getattr(config, name) for name, outer in SETTINGS.items()} | {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "activation_function": {name: outer for outer, name in ACTIVATIONS["gpt2"].items()}[config.activation],
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": "float32",
-    }
+    activations = {name: outer for outer, name in ACTIVATIONS["gpt2"].items()}
+    settings = {outer: getattr(config, name) for name, outer in SETTINGS.items()}
+    settings |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
+    settings |= {"vocab_size": config.vocab_size, "activation_function": activations[config.activation]}
+    settings |= {"resid_pdrop": config.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    settings |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     weights, tensors = model.state_dict(), {}
     for outer, (inner, turned) in table("gpt2", config.n_layers).items():
-        if inner in weights:
-            tensor = weights[inner].t() if turned else weights[inner]
-        else:  # a model without biases is one whose biases are 0
-            tensor = torch.zeros(weights[inner.replace("bias", "weight")].size(0))
-        tensors[f"transformer.{outer}"] = tensor.contiguous()
+        # A model without biases is one whose biases are 0.
+        tensor = weights[inner] if inner in weights else torch.zeros(len(weights[inner.replace("bias", "weight")]))
+        tensors[f"transformer.{outer}"] = (tensor.t() if turned else tensor).contiguous()
     files: dict[str, dict] = {"config.json": settings}
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_json()
@@ -232,19 +230,18 @@ def main(argv: list[str]):
     words = command.parse_args(argv)
 
     def body():
-        if (words.verb == "export") != (words.folder is not None):
-            wanted = {"export": "a run and a new folder", "check": "one source"}[words.verb]
-            raise Mistake(f"{words.verb} takes {wanted}. See --help.")
-        if words.verb == "export":
+        if words.verb == "export" and words.folder:
             config = checkpoint.read_state(checkpoint.find(words.source))[1]
             export(checkpoint.load_model(words.source), words.folder, TOKENIZERS[config.tokenizer]())
             print(f"exported {words.source} to {words.folder}")
-            return 0
-        folder, agree = find(words.source), True
-        for fact in published.check(load(folder), folder, corpus.shakespeare):
-            agree &= fact.agrees is not False
-            print(fact.line(), flush=True)
-        return 0 if agree else 1
+        elif words.verb == "check" and not words.folder:
+            folder, agree = find(words.source), []
+            for fact in published.check(load(folder), folder, corpus.shakespeare):
+                print(fact.line(), flush=True)
+                agree.append(fact.agrees)
+            return int(False in agree)
+        else:
+            raise Mistake(f"check takes one source, export a run and a folder ({words.verb}). See --help.")
 
     command.run(body)
 

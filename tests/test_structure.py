@@ -13,6 +13,7 @@ import pytest
 import torch
 from toys import ROOT, TOY, as_flags, toy_model
 
+import gpt
 import train
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt.pretrained import export
@@ -23,87 +24,82 @@ PAGES = README + "".join(path.read_text(encoding="utf-8") for path in sorted((RO
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 PACKAGE = sorted((ROOT / "gpt").rglob("*.py"))
+CODE = [*PACKAGE, *sorted(ROOT.glob("*.py")), ROOT / "data" / "prepare.py"]
 
 
-def imports(path):
-    """(module, name of the function it is imported in or None) of all that a file imports, as gpt.training.data."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {id(node): function.name for function in tree.body if isinstance(function, ast.FunctionDef)
-              for node in ast.walk(function)}  # fmt: skip
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from ((name, inside.get(id(node))) for name in names)
+def code(path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
-def rooms():
-    """(file as gpt/training/data.py, what it imports, function) for all imports of the package and the scripts."""
-    for path in [*PACKAGE, *ROOT.glob("*.py")]:
-        for name, function in imports(path):
-            yield path.relative_to(ROOT).as_posix(), name, function
+def imports():
+    """(file as gpt/training/data.py, module as gpt.training.run.held, function it is imported in or None) for every
+    import of the package and the scripts."""
+    for path in CODE:
+        tree, inside = ast.parse(code(path)), {}
+        for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+            inside |= {id(node): function.name for node in ast.walk(function)}
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            before = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((path.relative_to(ROOT).as_posix(), before + name, inside.get(id(node))) for name in names)
 
 
 def test_the_model_imports_neither_runs_nor_studies():
     """But for `main`, the command python -m gpt.pretrained."""
-    for file, name, function in rooms():
-        if re.fullmatch(r"gpt/\w+\.py", file) and function != "main":
+    for file, name, function in imports():
+        if file.startswith("gpt/") and file.count("/") == 1 and function != "main":
             assert not name.startswith(("gpt.training", "gpt.study")), (file, name)
 
 
 def test_runs_and_studies_do_not_import_each_other():
     """But for the trainer, which measures depth profiles along training."""
-    for file, name, _ in rooms():
+    for file, name, _ in imports():
         if file.startswith("gpt/study/"):
             assert not name.startswith("gpt.training"), (file, name)
-        if file.startswith("gpt/training/"):
-            assert not name.startswith("gpt.study") or (file, name[:15]) == (
-                "gpt/training/trainer.py",
-                "gpt.study.depth",
-            )
+        if file.startswith("gpt/training/") and name.startswith("gpt.study"):
+            assert file == "gpt/training/trainer.py" and name.startswith("gpt.study.depth"), (file, name)
 
 
-def test_nothing_imports_a_script_but_compare_which_trains():
+def test_no_script_is_imported_but_train_by_compare():
     scripts = {script.removesuffix(".py") for script in SCRIPTS}
-    imported = {(file, name.split(".")[0]) for file, name, _ in rooms() if name.split(".")[0] in scripts}
+    imported = {(file, name.split(".")[0]) for file, name, _ in imports() if name.split(".")[0] in scripts}
     assert imported == {("compare.py", "train")}
 
 
-def test_who_reads_the_environment():
+def test_who_reads_the_environment_and_the_command_line():
     for path in PACKAGE:
         if path.name not in ("distributed.py", "device.py"):
-            assert not re.search(
-                r"os\.environ|os\.getenv|sys\.argv(?!\[1:\]\)\n$)", path.read_text(encoding="utf-8")
-            ), path
-
-
-def functions(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-CODE = [*PACKAGE, *sorted(ROOT.glob("*.py")), ROOT / "data" / "prepare.py"]
+            assert "environ" not in code(path) and "getenv" not in code(path), path
+        assert "sys.argv" not in code(path).replace('if __name__ == "__main__":\n    main(sys.argv[1:])\n', ""), path
 
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_file_and_a_function_answer_one_question(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 250
-    assert not re.search(r"^\s*(nonlocal|global) ", path.read_text(encoding="utf-8"), re.M) or path.name == "prepare.py"
-    for function in functions(path):
-        assert sum(isinstance(node, ast.stmt) for node in ast.walk(function)) - 1 <= 60, function.name
+    assert len(code(path).splitlines()) <= 250
+    for node in ast.walk(ast.parse(code(path))):
+        assert not isinstance(node, ast.Nonlocal | ast.Global), node.lineno
+        if isinstance(node, ast.FunctionDef):
+            assert sum(isinstance(each, ast.stmt) for each in ast.walk(node)) - 1 <= 60, node.name
 
 
 def test_no_librarys_norm_no_pickle_and_no_clock_that_can_go_back():
-    banned = r"layer_norm\(|nn\.LayerNorm|import pickle|torch\.load|(?<![\w.])(exec|eval)\(|time\.time"
-    for path in [*(ROOT / "gpt").glob("*.py"), *ROOT.glob("*.py")]:
-        assert not re.search(banned, path.read_text(encoding="utf-8")), path
+    banned = r"layer_norm\(|nn\.LayerNorm|import pickle|torch\.load|(?<![\w.])(exec|eval)\(|time\.time\("
+    for path in CODE:
+        assert not re.search(banned, code(path)), path
+
+
+def test_the_public_names_are_there_and_typed():
+    """An editor reads the imports under TYPE_CHECKING; they are the names of __all__."""
+    (typed,) = (node for node in ast.parse(code(ROOT / "gpt" / "__init__.py")).body if isinstance(node, ast.If))
+    names = {alias.name for node in typed.body for alias in node.names}
+    assert names == {*gpt.__all__} and all(getattr(gpt, name) is not None for name in names)
+    with pytest.raises(AttributeError, match="nothing"):
+        gpt.nothing  # noqa: B018
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, gpt.config; assert 'torch' not in sys.modules; gpt.LayerNorm; assert 'torch' in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    lines = "import sys, gpt.config; assert 'torch' not in sys.modules; gpt.LayerNorm; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", lines], cwd=ROOT, check=True)
 
 
 def test_sampling_does_not_wait_for_the_compiler(tmp_path):
@@ -111,24 +107,19 @@ def test_sampling_does_not_wait_for_the_compiler(tmp_path):
     train.train(
         configure(TOY | {"data": str(tmp_path / "text.txt"), "steps": 1, "warmup_steps": 0}), str(tmp_path / "r")
     )
-    code = "import sys, sample; sys.exit = print; sample.main(['r', '--max-new-tokens', '3']); "
-    code += "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+    lines = "import sys, sample; sys.exit = print; sample.main(['r', '--max-new-tokens', '3']); "
+    lines += "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env=environment)
+    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True, env=environment)
 
 
 def test_the_readmes_file_map_is_the_tree():
-    section = README.split("## Files")[1].split("```")[1]
-    listed = {line.split()[0] for line in section.splitlines() if line and not line.startswith(" ")}
-    here = {path.name for path in ROOT.glob("*.py")} | {"gpt/" + path.name for path in (ROOT / "gpt").glob("*.py")}
-    here |= {"configs/" + path.name for path in (ROOT / "configs").glob("*")} | {
-        "data/prepare.py",
-        "data/gpt2/",
-        "docs/",
-        "tests/",
-        "benchmarks/speed.py",
-    }
-    assert listed == here - {"gpt/__init__.py"}
+    blocks = re.findall(r"```\n(.*?)```", README.split("## Files")[1], re.S)
+    listed = [line.split()[0] for block in blocks for line in block.splitlines()]
+    others = [ROOT / "data" / "prepare.py", ROOT / "benchmarks" / "speed.py", *(ROOT / "configs").glob("*")]
+    files = {path.relative_to(ROOT).as_posix() for path in [*PACKAGE, *ROOT.glob("*.py"), *others]}
+    files = {file for file in files if not file.endswith("__init__.py")} | {"data/gpt2/", "docs/", "tests/"}
+    assert len(listed) == len({*listed}) and {*listed} == files
 
 
 def test_the_readmes_table_of_placements_is_true():
@@ -151,17 +142,18 @@ def commands():
 
 
 def test_the_lines_of_code_in_the_lesson_are_the_codes():
-    code = "".join((ROOT / "gpt" / name).read_text(encoding="utf-8") for name in ("norms.py", "blocks.py"))
+    both = "".join(code(ROOT / "gpt" / name) for name in ("norms.py", "blocks.py"))
     section = README.split("## The lesson")[1].split("\n\n")
-    (table,) = (part for part in section if part.startswith("| what |"))
+    (table,) = (part for part in section if part.startswith("| part |"))
     lines = [row.split("|")[3].strip(" `") for row in table.splitlines()[2:]]
-    assert len(lines) == 7 and all(line in code for line in lines)
+    assert len(lines) == 7 and all(line in both for line in lines)
 
 
 def test_ci_installs_and_tests_as_the_readme_says():
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    for line in ("pip install -r requirements.txt", "python -m pytest"):
+    for line in ("pip install -r requirements.txt", "python train.py --norm pre", "python -m pytest"):
         assert line in README and line in ci
+    assert ".ci/run" in code(ROOT / ".github" / "workflows" / "ci.yml")
 
 
 RUNNER = """

@@ -18,7 +18,7 @@ from safetensors.torch import load, save_file
 
 from gpt.config import Failure, Mistake, one_of, require_same
 from gpt.model import GPT
-from gpt.training.files import FORMAT, flush, read_json, write
+from gpt.training.files import FORMAT, flush, read_json, read_lines, write
 from gpt.training.run import saved_runs
 from gpt.training.settings import TrainConfig, configure, flat
 
@@ -201,8 +201,8 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
     elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
     if not elsewhere and state.get("corpus", digest) != digest:
         raise Mistake(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
-    if elsewhere:
-        state["record"] = None
+    if elsewhere or any(line["step"] == state["step"] for line in read_lines(run / "metrics.jsonl")):
+        state["record"] = None  # logged
     if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
         state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
     changed = {name: before.get(name, "absent") for name in now if before.get(name, "absent") != now[name]}

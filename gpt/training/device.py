@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine offers: CUDA GPUs, whether they all compute in bfloat16, and an Apple GPU."""
+    """The devices of a machine: CUDA GPUs, whether they all compute in bfloat16, and an Apple GPU."""
 
     cuda: int = 0
     bfloat16: bool = False
@@ -26,8 +26,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Compute:
-    """A device, the number format of matrix products on it, and whether to compile: on, off, or auto, which falls
-    back to eager. Parameters are float32 on every device."""
+    """A device, the number format of matrix products on it, and whether to compile: on, off, or auto, which goes on
+    without the compiler if that fails. Parameters are float32 on every device."""
 
     device: str
     dtype: str
@@ -46,7 +46,7 @@ class Compute:
         return tokens.to(self.device)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Scales the loss, since gradients underflow in float16; for other formats it does nothing."""
+        """Scales the loss, because gradients underflow in float16; for other formats it does nothing."""
         return torch.amp.GradScaler(torch.device(self.device).type, enabled=self.dtype == "float16")
 
 
@@ -101,7 +101,7 @@ def for_sampling(model: GPT, compute: Compute) -> GPT:
 
 
 def look(device: str) -> Machine:
-    """What this machine offers; a `device` of "cpu" asks CUDA nothing."""
+    """The devices of this machine; for the `device` "cpu" CUDA is not asked."""
     if device == "cpu":
         return Machine()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -114,11 +114,12 @@ def look(device: str) -> Machine:
 
 
 def choose(device: str, dtype: str, compile: str, machine: Machine, world=ALONE, training=True) -> Compute:
-    """What the user asked for, "auto" settled, on a machine that has it. Pure; raises ValueError where it has not.
+    """The device, format and compilation that the user asked for, with "auto" settled. Pure; raises Mistake if the
+    machine does not have them.
 
     Devices: CUDA, a GPU for each of several processes, else Apple's GPU, else the CPU. Formats: bfloat16 on a GPU that
     computes in it, else float16 with a loss scaler; float32 on the others. Compilation: on CUDA. `world` are the
-    processes; what is not for `training` may use float16 on a CPU.
+    processes; sampling, which is not `training`, may use float16 on a CPU.
     """
     if device == "auto":
         device = "cuda" if machine.cuda else "mps" if machine.mps and world.size == 1 else "cpu"
@@ -162,13 +163,15 @@ def compiled(net, tokens, compute: Compute):
     if compute.compile == "off":
         return net, None
     try:
-        torch.compiler.reset()  # else the ninth model of a process would go uncompiled, without a word
+        torch.compiler.reset()  # else torch silently leaves the ninth model of a process uncompiled
         fast = torch.compile(net)
         with compute.autocast():
             fast(tokens).backward()
-    except Exception as error:  # whatever the compiler's many parts may raise
+    except Exception as error:  # the parts of the compiler raise errors of many kinds
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if compute.compile == "on":
+            with compute.autocast():
+                net(tokens)  # if the model has a bug, this raises it with its traceback
             raise Mistake(f"torch.compile failed ({reason}). Use --compile off.") from error
         return net, f"warning: torch.compile failed ({reason}). Going on without it."
     finally:

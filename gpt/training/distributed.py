@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 from gpt.config import Failure, Mistake
 
@@ -52,7 +53,7 @@ class World:
             return function()
         import torch.distributed as dist
 
-        outcome = [None, None]
+        outcome: list = [None, None]
         if self.first:
             try:
                 outcome[0] = function()
@@ -189,7 +190,7 @@ def gathered(model, optimizer, world: World) -> tuple[dict, dict]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, rest = get_state_dict(model, optimizer, options=options)
-    return weights, rest.get("state", {})
+    return weights, cast(dict, rest.get("state", {}))
 
 
 def restore(model, optimizer, world: World, weights: dict, moments: dict):

@@ -22,11 +22,11 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
     gram = x @ x.mT
     square = gram.norm(dim=(-2, -1), keepdim=True).clamp_min(tiny)  # at least that of the largest singular value
     gram = gram / square
-    product, unit = None, torch.eye(x.size(-2), dtype=x.dtype, device=x.device)
-    for last, (a, b, c) in zip((False, False, True), POLYNOMIALS):
+    product = unit = torch.eye(x.size(-2), dtype=x.dtype, device=x.device)
+    for number, (a, b, c) in enumerate(POLYNOMIALS, start=1):
         p = a * unit + b * gram + c * (gram @ gram)
-        product = p if product is None else p @ product
-        if not last:
+        product = p @ product if number > 1 else p
+        if number < len(POLYNOMIALS):
             gram = p @ gram @ p
     return product @ x / square.sqrt()
 

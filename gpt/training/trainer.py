@@ -21,7 +21,7 @@ from gpt.tokenizer import TOKENIZERS
 from gpt.training import checkpoint, corpus, device, distributed, optim, report
 from gpt.training.data import Data
 from gpt.training.distributed import ALONE, whole
-from gpt.training.files import append, held, read_lines, write
+from gpt.training.files import append, held, write
 from gpt.training.run import StopRequest, forget_later_lines, new_run
 from gpt.training.settings import TrainConfig, tokenizer_of
 
@@ -29,9 +29,12 @@ from gpt.training.settings import TrainConfig, tokenizer_of
 class Diverged(Failure, FloatingPointError):
     """The loss or the weights of a run are not finite; `step` is the first at which this was seen."""
 
-    def __init__(self, message: str, step: int):
-        super().__init__(message)
-        self.step = step
+    def __init__(self, record: dict):
+        self.step = record["step"]
+        losses = ", ".join(f"{name} {record[name]}" for name in ("loss", "val_loss") if name in record)
+        numbers = f"step {self.step}: {losses}, rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
+        remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
+        super().__init__(f"the run diverged ({numbers}). {remedy}")
 
 
 class Trainer:
@@ -42,18 +45,15 @@ class Trainer:
     those of train.train.
     """
 
-    def __init__(
-        self, config: TrainConfig, out: str | None = None, resume: str | None = None, overwrite=False, progress=None
-    ):
+    def __init__(self, config: TrainConfig, out: str | None, resume: str | None, overwrite: bool, progress):
         self.world = distributed.world()
-        config.micro_size(self.world.size)
+        self.micro_size = config.micro_size(self.world.size)
         machine = device.look(config.device)
         self.compute = device.choose(config.device, config.dtype, config.compile, machine, self.world)
         if config.shard and self.compute.dtype == "float16" and self.world.size > 1:
             raise Mistake("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
         report.require_tensorboard(config)
-        self.config, self.out, self.resume, self.overwrite = config, out, resume, overwrite
-        self.progress = progress
+        self.config, self.out, self.resume, self.overwrite, self.progress = config, out, resume, overwrite, progress
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
@@ -76,18 +76,14 @@ class Trainer:
             shape = dataclasses.replace(config.model, vocab_size=self.tokenizer.vocab_size)
             config = dataclasses.replace(config, model=shape)
         elif config.tokenizer != (wanted := tokenizer_of(config.model)):
-            raise Mistake(
-                f"the weights are for another tokenizer ({wanted}, not {config.tokenizer}). Leave it as it was."
-            )
+            raise Mistake(f"the weights are for another tokenizer ({wanted}, not {config.tokenizer}). Leave it out.")
         self.config = config = dataclasses.replace(config, data=corpus.resolve(config.data))
-        fresh = self.resume or config.init == "scratch"
-
-        def load():
-            torch.manual_seed(config.seed)
-            model = GPT(config.model) if fresh else pretrained.load(config.init, config.model)
-            return corpus.load(config.data, self.tokenizer), model
-
-        ids, self.model = self.world.in_turn(load)
+        ids = self.world.in_turn(lambda: corpus.load(config.data, self.tokenizer))
+        torch.manual_seed(config.seed)
+        if self.resume or config.init == "scratch":
+            self.model = GPT(config.model)
+        else:
+            self.model = self.world.in_turn(lambda: pretrained.load(config.init, config.model))
         self.digest = corpus.digest(ids)
         self.data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
         self.settings = checkpoint.config_to_json(config)
@@ -97,23 +93,22 @@ class Trainer:
 
     def _build(self) -> str | None:
         """Put the model on its device, and what trains it around it; returns a warning of the compiler's."""
-        config, compute, world = self.config, self.compute, self.world
+        compute, several = self.compute, self.world.size > 1
         self.model.to(compute.device).train()
-        if config.shard and world.size > 1:
+        if several and self.config.shard:
             distributed.shard(self.model)
-        self.optimizer, self.scaler = optim.make_optimizer(self.model, config), compute.scaler()
-        self.micro_size = config.micro_size(world.size)
+        self.optimizer, self.scaler = optim.make_optimizer(self.model, self.config), compute.scaler()
         self.loss = NextToken(self.model)
         tokens = self.data.batch(0)[: self.micro_size].to(compute.device)
         self.net, warning = device.compiled(self.loss, tokens, compute)
-        if world.size > 1 and not config.shard:
+        if several and not self.config.shard:
             self.net = distributed.replicated(self.net, compute.device)
         self.probed = self.data.few_rows().to(compute.device)
         return warning
 
     def _open(self, stack) -> list[str]:
         """Make the run's folder, or go on from a checkpoint in it; returns a line on each setting that has changed."""
-        self._tensors: tuple[dict, dict] = {}, {}  # the first process reads them, and hands them to all
+        self._tensors: list[dict] = [{}, {}]  # the first process reads them, and hands them to all
         self.run, self.state, changes = self.world.from_first(lambda: self._open_folder(stack))
         if self.resume:
             distributed.restore(self.model, self.optimizer, self.world, *self._tensors)
@@ -122,6 +117,8 @@ class Trainer:
             if self.scaler.is_enabled() and self.state["scaler"]:
                 self.scaler.load_state_dict(self.state["scaler"])
         del self._tensors
+        # What is due after the checkpoint's step, if the run ended after saving that and before logging it.
+        self.unfinished: dict | None = self.state.get("record")
         return changes
 
     def _open_folder(self, stack) -> tuple[Path, dict, list[str]]:
@@ -132,10 +129,7 @@ class Trainer:
         stack.enter_context(held(run))
         if not self.resume:
             return run, {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}, []
-        state, *tensors, changes = checkpoint.resume(run, self.resume, self.config, self.digest)
-        self._tensors = tuple(tensors)
-        if any(line["step"] == state["step"] for line in read_lines(run / "metrics.jsonl")):
-            state["record"] = None
+        state, *self._tensors, changes = checkpoint.resume(run, self.resume, self.config, self.digest)
         return run, state, changes
 
     def _begin(self, stack, warning: str | None, changes: list[str]):
@@ -147,20 +141,15 @@ class Trainer:
             write(self.run / "config.json", json.dumps(self.settings, indent=1))
             self.lines = report.Lines(self.run, config.tensorboard, self.step)
             stack.callback(self.lines.close)
-            warnings = [*filter(None, [warning]), *report.warnings(self)]
-            self.progress.begin("\n".join([report.opening(self), *changes]), warnings)
+            opening = "\n".join([report.opening(self), *changes])
+            self.progress.begin(opening, [*filter(None, [warning]), *report.warnings(self)])
         self.drawn = time.monotonic()
-        self.restart_clock(self.step)
+        self.clock = self.step, time.perf_counter()  # from where the speed is measured
 
     @property
     def step(self) -> int:
         """The step of the last checkpoint, 0 before the first."""
         return self.state["step"]
-
-    @property
-    def unfinished(self) -> dict | None:
-        """The record of the checkpoint's step, if the run ended after saving that and before logging it."""
-        return self.state.get("record")
 
     def evaluates(self, step: int) -> bool:
         """Whether the validation loss is due after this step."""
@@ -190,30 +179,21 @@ class Trainer:
         if self.world.first:
             append(self.run / "probe.jsonl", {"step": step, **profile})
 
-    def restart_clock(self, step: int):
-        """Measure the speed from here, after a step that took time for something else."""
-        self._clock = step, time.perf_counter()
-
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict:
         """The numbers of a step, read back from the device. Raises Diverged if they or the weights are not finite."""
-        since, clock = self._clock
+        since, clock = self.clock
         tokens = (step - since) * self.config.batch_size * self.config.model.context_length
-        record = {"step": step, "loss": self.world.total([loss.item()])[0] / self.world.size}
+        record: dict = {"step": step, "loss": self.world.total([loss.item()])[0] / self.world.size}
         record |= {"lr": optim.lr_at(step - 1, self.config), "grad_norm": whole(grad_norm).item()}
         record["tokens_per_s"] = round(tokens / (time.perf_counter() - clock))
         # In float16 the scaler mends a gradient that is not finite.
-        self._require_finite(record, ["loss"] if self.scaler.is_enabled() else ["loss", "grad_norm"])
+        numbers = [record["loss"]] if self.scaler.is_enabled() else [record["loss"], record["grad_norm"]]
+        weights = [whole(parameter.isfinite().all()) for parameter in self.model.parameters()]
+        if not (all(map(math.isfinite, numbers)) and all(weights)):
+            raise Diverged(record)
         if not math.isfinite(record["grad_norm"]):
             record["grad_norm"] = None  # JSON knows no infinity
         return record
-
-    def _require_finite(self, record: dict, names: list[str]):
-        finite = all(math.isfinite(record[name]) for name in names)
-        if not (finite and all(whole(parameter.isfinite().all()) for parameter in self.model.parameters())):
-            losses = f"loss {record['loss']}, " + (f"val_loss {record['val_loss']}, " if "val_loss" in record else "")
-            numbers = f"{losses}rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
-            remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
-            raise Diverged(f"the run diverged (step {record['step']}: {numbers}). {remedy}", record["step"])
 
     def save(self, record: dict):
         """Write a checkpoint of the record's step."""
@@ -227,7 +207,8 @@ class Trainer:
         it the best, and is saved if it was not."""
         with self.compute.autocast():
             record["val_loss"] = mean_loss(self.loss, self.data.windows(self.micro_size), self.world)
-        self._require_finite(record, ["val_loss"])
+        if not math.isfinite(record["val_loss"]):
+            raise Diverged(record)
         self.state["val_loss"] = record["val_loss"]
         least = self.state["best_step"] is None or record["val_loss"] < self.state["best_val_loss"]
         if least:
@@ -245,16 +226,15 @@ class Trainer:
 
     def outcome(self, signum: int) -> dict:
         """The result of train.train."""
-        rest = {"run": self.run, "unit": self.tokenizer.unit, "signum": signum}
-        return self.state | rest | {"first": self.world.first, "processes": self.world.size}
+        rest = {"unit": self.tokenizer.unit, "first": self.world.first, "processes": self.world.size}
+        return self.state | rest | {"run": self.run, "signum": signum}
 
 
 @torch.no_grad()
 def mean_loss(net: NextToken, windows, world=ALONE) -> float:
     """The loss per token over the (B, T + 1) `windows` of tokens, in evaluation mode. Of several processes each takes
     its share of the windows; all get the result."""
-    windows, loss, count = iter(windows), 0.0, 0
-    training = net.training
+    windows, loss, count, training = iter(windows), 0.0, 0, net.training
     net.eval()
     while together := list(itertools.islice(windows, world.size)):
         # Processes left without a window repeat the last one, uncounted: FSDP needs every process in each forward.

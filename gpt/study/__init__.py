@@ -1,0 +1,1 @@
+"""Measurements and pictures of models and runs. They use the model alone."""
