@@ -35,16 +35,14 @@ def train(
         config, signum = run.config, 0
         if run.unfinished:
             finish(run, run.unfinished, last=False)
-        elif config.probe_every and run.step == 0:
+        elif run.probes(0) and run.step == 0:
             run.probe(0)
         for step in range(run.step + 1, config.steps + 1):
             loss, grad_norm = update(run, step - 1)  # both stay on the device
             run.progress.step()
-            if config.probe_every and step % config.probe_every == 0:
-                run.probe(step)
             signum = run.stopping(stop)  # a signal that comes later waits for the next step
             last = signum > 0 or step == config.steps
-            if last or run.saves(step) or run.logs(step):
+            if last or run.saves(step) or run.logs(step) or run.probes(step):
                 record = run.record(step, loss, grad_norm)  # the first look at the device
                 if last or run.saves(step):
                     run.save(record)
@@ -79,10 +77,12 @@ def update(run, step: int):
 
 
 def finish(run, record: dict, last: bool):
-    """Evaluate, log and draw what is due after a step. It is saved by then, so that no failure here can lose it."""
+    """Do what is due after a step: evaluate, probe, log, draw. Saving came first, so no failure here loses the step."""
     step = record["step"]
     if run.evaluates(step):
         run.evaluate(record)
+    if run.probes(step):
+        run.probe(step)
     if run.logs(step):
         run.log(record)
     if run.world.first and (run.evaluates(step) or run.step == step):

@@ -110,22 +110,21 @@ class Trainer:
         """Make the run's folder, or go on from a checkpoint in it; returns a line on each setting that has changed."""
         self._tensors: list[dict] = [{}, {}]  # the first process reads them, and hands them to all
         self.run, self.state, changes = self.world.from_first(lambda: self._open_folder(stack))
+        # What is due after the checkpoint's step, if the run ended after saving that and before logging it.
+        self.unfinished: dict | None = self.state.get("record")
         if self.resume:
             distributed.restore(self.model, self.optimizer, self.world, *self._tensors)
             if self.world.first:
-                forget_later_lines(self.run, self.step)
+                forget_later_lines(self.run, self.step - 1 if self.unfinished else self.step)
             if self.scaler.is_enabled() and self.state["scaler"]:
                 self.scaler.load_state_dict(self.state["scaler"])
         del self._tensors
-        # What is due after the checkpoint's step, if the run ended after saving that and before logging it.
-        self.unfinished: dict | None = self.state.get("record")
         return changes
 
     def _open_folder(self, stack) -> tuple[Path, dict, list[str]]:
         """The part of `_open` that the first process does."""
-        run = Path(self.out or "")
-        if not self.resume:
-            run = new_run(self.out, f"{corpus.name(self.config.data)}-{self.config.model.norm}", self.overwrite)
+        name = f"{corpus.name(self.config.data)}-{self.config.model.norm}"
+        run = Path(self.out or "") if self.resume else new_run(self.out, name, self.overwrite)
         stack.enter_context(held(run))
         if not self.resume:
             return run, {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}, []
@@ -143,8 +142,7 @@ class Trainer:
             stack.callback(self.lines.close)
             opening = "\n".join([report.opening(self), *changes])
             self.progress.begin(opening, [*filter(None, [warning]), *report.warnings(self)])
-        self.drawn = time.monotonic()
-        self.clock = self.step, time.perf_counter()  # from where the speed is measured
+        self.drawn, self.clock = time.monotonic(), (self.step, time.perf_counter())  # the speed is measured from there
 
     @property
     def step(self) -> int:
@@ -162,6 +160,10 @@ class Trainer:
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after this step, be it the last or not."""
         return step % (self.config.save_every or self.config.eval_every) == 0
+
+    def probes(self, step: int) -> bool:
+        """Whether a line of probe.jsonl is due after this step."""
+        return self.config.probe_every is not None and step % self.config.probe_every == 0
 
     def stopping(self, stop: StopRequest | None) -> int:
         """The number of the signal by which any process was asked to stop, else 0."""
