@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpt.config import Mistake
 from gpt.training.data import Data
 
 
@@ -50,10 +51,33 @@ def test_a_split_shorter_than_a_row_is_refused(n, ok):
         if ok:
             assert numbers(200, val_fraction=fraction).batch(0).shape == (4, 9)
         else:
-            with pytest.raises(ValueError, match=rf"the {name} split is too short \(8 tokens of 200; .* 9\)"):
+            with pytest.raises(Mistake) as mistake:
                 numbers(200, val_fraction=fraction)
+            assert all(
+                word in str(mistake.value) for word in (name, "8 ", "200", "9", "context_length", "val_fraction")
+            )
 
 
 def test_without_a_validation_split_there_are_no_windows():
     data = numbers(val_fraction=0)
     assert len(data.train) == 1000 and list(data.windows(4)) == []
+
+
+@pytest.mark.parametrize("n_val, rows", [(100, 4), (41, 4), (17, 2), (9, 1)])
+def test_a_probe_gets_the_first_four_windows_or_as_many_as_there_are(n_val, rows):
+    data = numbers(200, val_fraction=n_val / 200)
+    assert torch.equal(data.few_rows(), torch.cat(list(data.windows(1))[:4])) and len(data.few_rows()) == rows
+
+
+@pytest.mark.parametrize("batch_size, rows", [(6, 4), (2, 2)])
+def test_without_validation_a_probe_gets_rows_of_the_first_batch(batch_size, rows):
+    data = numbers(batch_size=batch_size, val_fraction=0)
+    assert torch.equal(data.few_rows(), data.batch(0)[:rows])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_processes_share_out_a_batch(size):
+    data = numbers()
+    parts = [data.batch(7, rank, size) for rank in range(size)]
+    assert sorted(torch.cat(parts).tolist()) == sorted(data.batch(7).tolist())
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

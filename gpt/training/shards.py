@@ -1,13 +1,8 @@
-"""A prepared corpus: token ids in files of one size, memory-mapped, and a meta.json that describes them."""
+"""A prepared corpus: token ids in files of one size, and a meta.json that describes them."""
 
 import bisect
-import contextlib
-import copy
-import errno
 import hashlib
-import itertools
 import json
-import mmap
 import os
 from pathlib import Path
 
@@ -23,41 +18,44 @@ PART = ".part"
 
 
 class Shards:
-    """The ids of several files behind one another, read like a one-dimensional array: `len`; slices, which read
-    nothing; np.asarray of a slice, which reads that much. `digest` tells one corpus from another."""
+    """The ids of several files, one file after another, read like a one-dimensional array: `len`; slices without a
+    step, which read nothing; np.asarray of a slice, which reads the slice. `digest` tells one corpus from another.
 
-    def __init__(self, files: list[mmap.mmap], dtype: np.dtype, digest: str):
-        self.files, self.maps, self.digest = files, [np.frombuffer(file, dtype) for file in files], digest
-        self.ends = np.cumsum([len(ids) for ids in self.maps]).tolist()
-        self.start, self.stop = 0, self.ends[-1]
-        self.reads = itertools.count(1)  # of all slices together
+    A read opens its files and closes them again. It raises Mistake if one was changed after read() made the Shards."""
 
-    def __len__(self):
-        return self.stop - self.start
+    def __init__(self, files: list[tuple[Path, int]], bounds: list[int], dtype: np.dtype, digest: str, span: range):
+        self.files = files  # the path, and when the file was last changed (ns)
+        self.bounds = bounds  # the position of each file's first id, and the number of all ids
+        self.dtype, self.digest = dtype, digest
+        self.span = span  # the positions that this slice has
 
-    def __getitem__(self, part: slice):
-        start, stop, _ = part.indices(len(self))
-        view = copy.copy(self)
-        view.start, view.stop = self.start + start, self.start + max(start, stop)
-        return view
+    def __len__(self) -> int:
+        return len(self.span)
 
-    def __array__(self, dtype=None, copy=None):
-        if next(self.reads) % 1000 == 0 and hasattr(mmap, "MADV_DONTNEED"):
-            for file in self.files:  # or what was read would count as this process's memory
-                file.madvise(mmap.MADV_DONTNEED)
-        parts, start, shard = [], self.start, bisect.bisect_right(self.ends, self.start)
-        while start < self.stop:
-            ids, end = self.maps[shard], self.ends[shard]
-            first = end - len(ids)
-            parts.append(ids[start - first : self.stop - first])
-            start, shard = end, shard + 1
-        return np.concatenate(parts, dtype=dtype) if parts else np.array([], dtype)
+    def __getitem__(self, part: slice) -> "Shards":
+        return Shards(self.files, self.bounds, self.dtype, self.digest, self.span[part])
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        parts, start = [np.array([], self.dtype)], self.span.start
+        while start < self.span.stop:
+            number = bisect.bisect_right(self.bounds, start) - 1
+            stop = min(self.span.stop, self.bounds[number + 1])
+            parts.append(self._read(*self.files[number], start - self.bounds[number], stop - start))
+            start = stop
+        return np.concatenate(parts, dtype=dtype)
+
+    def _read(self, path: Path, changed: int, first: int, count: int) -> np.ndarray:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_mtime_ns != changed:  # perhaps another corpus was prepared in its place
+                raise Mistake(f"the prepared corpus was changed while it was in use ({path}). Start again.")
+            file.seek(first * self.dtype.itemsize)
+            return np.frombuffer(file.read(count * self.dtype.itemsize), self.dtype)
 
 
 def are_in(folder: Path) -> bool:
-    """Whether the folder is a prepared corpus, or a part of one. Other programs write a meta.json too."""
-    ours = os.path.exists(folder / META) or os.path.exists(folder / PROGRESS)
-    return ours and not any(folder.glob("*.txt"))
+    """Whether the folder is a prepared corpus, or a part of one. Other programs write a meta.json as well."""
+    prepared = os.path.exists(folder / META) or os.path.exists(folder / PROGRESS)
+    return prepared and not any(folder.glob("*.txt"))
 
 
 def clear(folder: Path):
@@ -68,96 +66,83 @@ def clear(folder: Path):
 
 def read(folder: Path, tokenizer) -> Shards:
     """The ids of a prepared corpus. Raises Mistake if it is not whole, or was prepared for another tokenizer."""
+    folder = folder.absolute()
     if not (folder / META).exists():
-        raise Mistake(f"the corpus is not prepared to its end ({folder.absolute()}). Start data/prepare.py again.")
+        raise Mistake(f"the corpus is not prepared to its end ({folder}). Start data/prepare.py again.")
     meta = read_json(folder / META)
-    with contextlib.suppress(ImportError, OSError, ValueError):  # each shard is a file that stays open
-        import resource
-
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     try:
-        theirs, dtype = meta["tokenizer"], np.dtype(meta["dtype"]).newbyteorder("<")
-        if dtype.kind != "u" or np.iinfo(dtype).max < theirs["vocab_size"] - 1:
-            raise Mistake(f"{dtype} for {theirs['vocab_size']} ids")
-        files = []
+        stored, dtype = meta["tokenizer"], np.dtype(meta["dtype"]).newbyteorder("<")
+        if dtype.kind != "u" or np.iinfo(dtype).max < stored["vocab_size"] - 1:
+            raise ValueError(f"{dtype} for {stored['vocab_size']} ids")
+        files, bounds = [], [0]
         for shard in meta["shards"]:
-            path = folder / Path(shard["name"]).name
-            if path.stat().st_size != shard["tokens"] * dtype.itemsize:
-                raise Mistake(f"{path.name} has {path.stat().st_size} bytes, not {shard['tokens'] * dtype.itemsize}")
-            with open(path, "rb") as file:
-                files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        shards = Shards(files, dtype, hashlib.sha256(json.dumps(meta, sort_keys=True).encode("utf-8")).hexdigest())
+            path, size = folder / Path(shard["name"]).name, shard["tokens"] * dtype.itemsize
+            status = path.stat()
+            if status.st_size != size:
+                raise ValueError(f"{path.name} has {status.st_size} bytes, not {size}")
+            files.append((path, status.st_mtime_ns))
+            bounds.append(bounds[-1] + shard["tokens"])
+        digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode("utf-8")).hexdigest()
+        ids, name = Shards(files, bounds, dtype, digest, range(bounds[-1])), stored["name"]
     except (LookupError, TypeError, OSError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.EMFILE:
-            raise Mistake(f"too many shards ({len(meta['shards'])}). Allow more open files: ulimit -n.") from None
-        found = f"{folder.absolute()}: {error}"
-        raise Mistake(f"the prepared corpus is damaged ({found}). Prepare it again: data/prepare.py") from None
-    if theirs != identity(tokenizer):
-        found = f"{theirs.get('name')}, not {tokenizer.name}"
-        raise Mistake(
-            f"the corpus was prepared for another tokenizer ({found}). Give --tokenizer {theirs.get('name')}."
-        )
-    return shards
+        reason = f"{folder}: {error}"
+        raise Mistake(f"the prepared corpus is damaged ({reason}). Prepare it again: data/prepare.py") from None
+    if stored != identity(tokenizer):
+        names = f"{name}, not {tokenizer.name}"
+        raise Mistake(f"the corpus was prepared for another tokenizer ({names}). Give --tokenizer {name}.")
+    return ids
 
 
 class Writer:
-    """Writes ids into files of `size` tokens. A file gets its name when it is full and on the disk; what it took is
-    then noted beside it, so that another Writer of the same `source`, a JSON-able description of the input, goes on
-    from there: the ids of `position`, the number of calls of `add`, but for the first `skip`. Raises Mistake if the
-    folder has ids of another source."""
+    """Writes ids into files of `size` tokens. A file gets its name when it is full and on the disk.
+
+    After each file, .progress.json records how many calls of add() are done (`position`) and how many ids of the next
+    call are written (`skip`). A Writer of the same `source`, a JSON-able description of the input, goes on from there
+    and wants the calls from `position` on. Raises Mistake if the folder has ids of another source."""
 
     def __init__(self, folder: Path, tokenizer, size: int, source: dict):
         self.folder, self.size = folder, size
-        self.identity, self.dtype = identity(tokenizer), np.dtype(tokenizer.dtype)
-        self.source = source | {"tokenizer": self.identity, "size": size}
+        self.tokenizer, self.dtype = identity(tokenizer), np.dtype(tokenizer.dtype)
+        self.source = source | {"tokenizer": self.tokenizer, "size": size}
         self.shards, self.position, self.skip = [], 0, 0
         if (folder / PROGRESS).exists():
             progress = read_json(folder / PROGRESS)
             if progress.get("source") != self.source:
                 raise Mistake(f"the folder has a part of another corpus ({folder.absolute()}). Give --overwrite.")
             self.shards, self.position, self.skip = (progress[name] for name in ("shards", "position", "skip"))
-        self._new()
+        (folder / PART).unlink(missing_ok=True)
+        self.tokens, self.sha256 = 0, hashlib.sha256()  # of the file in the making
 
     def add(self, ids: np.ndarray):
         """Take the ids of the next position."""
-        taken, self.skip = self.skip, 0
-        while len(ids) - taken:
-            part = ids[taken : taken + self.size - self.tokens]
+        done, self.skip = self.skip, 0
+        while done < len(ids):
+            part = ids[done : done + self.size - self.tokens]
             content = part.astype(self.dtype.newbyteorder("<")).tobytes()
-            self.file.write(content)
+            with open(self.folder / PART, "ab") as file:
+                file.write(content)
             self.sha256.update(content)
-            self.tokens, taken = self.tokens + len(part), taken + len(part)
+            self.tokens, done = self.tokens + len(part), done + len(part)
             if self.tokens == self.size:
-                self.skip = taken
-                self._finish()
-                self._note()
-                self._new()
+                self.skip = done
+                self._finish_file()
         self.position, self.skip = self.position + 1, 0
 
-    def close(self, **counts):
+    def finish(self, **counts) -> dict:
         """Finish the last file and the folder; `counts` go into its meta.json, which is returned."""
         if self.tokens:
-            self._finish()
-        self.file.close()
-        self.path.unlink(missing_ok=True)
-        meta = {"tokenizer": self.identity, "dtype": self.dtype.name, "shards": self.shards, **counts}
+            self._finish_file()
+        meta = {"tokenizer": self.tokenizer, "dtype": self.dtype.name, "shards": self.shards, **counts}
         meta["tokens"] = sum(shard["tokens"] for shard in self.shards)
         write(self.folder / META, json.dumps(meta, indent=1))
         (self.folder / PROGRESS).unlink(missing_ok=True)
         return meta
 
-    def _new(self):
-        self.path = self.folder / PART
-        self.file, self.tokens, self.sha256 = open(self.path, "wb"), 0, hashlib.sha256()
-
-    def _finish(self):
-        self.file.close()
-        flush(self.path)
+    def _finish_file(self):
+        flush(self.folder / PART)
         name = f"{len(self.shards):05d}.bin"
-        os.replace(self.path, self.folder / name)
+        os.replace(self.folder / PART, self.folder / name)
         self.shards.append({"name": name, "tokens": self.tokens, "sha256": self.sha256.hexdigest()})
-
-    def _note(self):
         progress = {"source": self.source, "shards": self.shards, "position": self.position, "skip": self.skip}
         write(self.folder / PROGRESS, json.dumps(progress))
+        self.tokens, self.sha256 = 0, hashlib.sha256()
