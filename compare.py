@@ -2,132 +2,67 @@
 
 The same command again goes on where it stopped; with more placements or seeds it adds those."""
 
+import collections
 import dataclasses
-import json
-import math
-import shutil
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from gpt.command_line import CommandLine, Progress
 from gpt.config import Mistake, lookup
 from gpt.study import comparison
-from gpt.study.comparison import run_name
-from gpt.training.files import FORMAT, held, read_json, read_lines, write
+from gpt.training.files import held, read_lines, write
 from gpt.training.report import require_tensorboard
+from gpt.training.results import code_of, make_folder, open_results, run_name, save_results
 from gpt.training.run import StopRequest
 from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
-from train import train
+from train import train, update
 
 
-def read_results(out: Path) -> dict | None:
-    """What results.json holds; None if there is nothing in the folder. Raises Mistake if it is no comparison's."""
-    if not out.is_dir() or all(path.name.startswith(".") for path in out.iterdir()):
-        return None
-    try:
-        results = read_json(out / "results.json")
-    except ValueError:
-        results = {}
-    if results.get("format") != FORMAT or not {"settings", "runs"} <= results.keys():
-        raise Mistake(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
-    for name in [name for name in results["runs"] if not (out / name).is_dir()]:
-        del results["runs"][name]  # somebody wants it done again
-    return results
+class Plan(NamedTuple):
+    """A comparison, checked and rehearsed."""
+
+    config: TrainConfig  # of all runs, but for placement and seed
+    seeds: list[int]
+    counts: dict[str, dict]  # by placement: numbers of parameters
+    runs: dict[str, tuple[str, int]]  # by name: placement and seed, one seed after the other
+    code: dict[str, str]  # by name: a checksum
+    settings: dict  # what all runs have in common
 
 
-def save(out: Path, results: dict):
-    write(out / "results.json", json.dumps(results, indent=1))
+def read_entries(entries: list[str], count: int, flags: dict) -> tuple[list[str], TrainConfig]:
+    """The placements and the configuration. Raises Mistake if they cannot be compared over so many seeds."""
+    from gpt.training import distributed
 
-
-def train_all(names, seeds, config: TrainConfig, out: Path, results: dict, stop) -> bool:
-    """Train each placement with each seed, one seed after the other, and write what comes out to results.json. What
-    that has already is not done again, and a run that was interrupted goes on. False if `stop` came in between."""
-    from gpt.training.trainer import Diverged
-
-    runs = results["runs"]
-    planned = [(norm, seed) for seed in seeds for norm in names]
-    left = [(norm, seed) for norm, seed in planned if run_name(norm, seed) not in runs]
-    begun = {run for run in left if (out / run_name(*run) / "last").exists()}
-    done = sum(int((out / run_name(*run) / "last").read_text(encoding="utf-8") or 0) for run in begun)
-    done += (len(planned) - len(left)) * config.steps
-    wide = max(len(f"{norm} {seed}") for norm, seed in planned) + 2
-    with Progress(len(planned) * config.steps, done) as progress:
-        for norm, seed in left:
-            run = out / run_name(norm, seed)
-            progress.label = f"{norm} {seed}".ljust(wide) + f"{planned.index((norm, seed)) + 1}/{len(planned)}  "
-            own = dataclasses.replace(config, seed=seed, model=dataclasses.replace(config.model, norm=norm))
-            outcome = {"norm": norm, "seed": seed, "diverged": None}
-            resume = "last" if (norm, seed) in begun else None
-            try:
-                end = train(own, str(run), resume, overwrite=not resume, stop=stop, progress=progress)
-                if end["step"] < config.steps:
-                    return False
-                outcome |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step")}
-                said = f"validation loss {end['val_loss']:.4f}; best {end['best_val_loss']:.4f} at {end['best_step']}"
-            except Diverged as error:
-                outcome["diverged"] = error.step
-                progress.step(config.steps - error.step)
-                said = f"diverged at step {error.step}"
-            except ValueError as error:
-                raise Mistake(f"{error} Or delete {run}, and it is done again." if resume else error) from None
-            speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
-            outcome["tokens_per_s"] = round(statistics.median(speeds)) if speeds else None
-            runs[run.name] = outcome
-            save(out, results)
-            progress.write(progress.label + said)
-    return True
-
-
-def draw(names, seeds, out: Path, runs: dict, title: str, unit: str):
-    """curves.png and depth.png."""
-    from gpt.study import plots
-
-    losses = {f"training loss, nats per {unit}": {}, f"validation loss, nats per {unit}": {}}
-    profiles = {}
-    for norm in names:
-        ended = [seed for seed in seeds if runs[run_name(norm, seed)]["diverged"] is None]
-        probes = read_lines(out / run_name(norm, (ended or seeds)[0]) / "probe.jsonl")
-        records = [read_lines(out / run_name(norm, seed) / "metrics.jsonl") for seed in ended or seeds]
-        for key, panel in zip(("loss", "val_loss"), losses.values()):
-            panel[norm] = [{record["step"]: record[key] for record in lines if key in record} for lines in records]
-        profiles[norm] = {"at the start": probes[0]} | ({f"at step {probes[-1]['step']}": probes[-1]} if ended else {})
-    plots.bands(losses, f"{title}: mean and range over the seeds", out / "curves.png")
-    panels = {
-        f"{text} {when}": {norm: profile[when][key] for norm, profile in profiles.items() if when in profile}
-        for key, text in plots.SHOWN.items()
-        for when in dict.fromkeys(when for profile in profiles.values() for when in profile)
-    }
-    plots.depth_lines(panels, f"{title}: one seed", out / "depth.png")
-
-
-def plan(words: list[str], count: int, given: dict):
-    """By placement that the words name, its numbers of parameters and its depth profile at the start; the seeds; the
-    configuration; what the runs have in common. Raises Mistake for whatever would end a run, so that no mistake is
-    met after hours."""
-    import torch
-
-    from gpt import model
-    from gpt.study.depth import depth_profile
-    from gpt.tokenizer import TOKENIZERS
-    from gpt.training import corpus, data, device, distributed
-
-    files = [word for word in words if word.endswith(".toml")]
-    names = [name for word in words if word not in files for name in word.replace(",", " ").split()]
+    files = [entry for entry in entries if entry.endswith(".toml")]
+    placements = [name for entry in entries if entry not in files for name in entry.replace(",", " ").split()]
     if len(files) > 1:
         raise Mistake(f"two configurations ({', '.join(files)}). Name one.")
-    config = configure((read_toml(files[0]) if files else {}) | given)
-    if not names or count < 1:
-        raise Mistake(f"nothing to compare ({len(names)} placements, {count} seeds). Give at least one of both.")
-    if len({*names}) < len(names):
-        raise Mistake(f"a placement is named twice ({', '.join(names)}). Name each once.")
+    config = configure((read_toml(files[0]) if files else {}) | flags)
+    if not placements or count < 1:
+        raise Mistake(f"nothing to compare ({len(placements)} placements, --seeds {count}). Give at least one of both.")
+    if len({*placements}) < len(placements):
+        raise Mistake(f"a placement is named twice ({', '.join(placements)}). Name each once.")
     if config.init != "scratch" or config.val_fraction == 0:
-        found = f"init {config.init}, val_fraction {config.val_fraction:g}"
-        raise Mistake(f"a comparison starts from scratch and needs a validation split ({found}). Leave them out.")
+        values = f"init {config.init}, val_fraction {config.val_fraction:g}"
+        raise Mistake(f"a comparison starts from scratch and needs a validation split ({values}). Leave them out.")
     if (size := distributed.world().size) > 1:
         raise Mistake(f"a comparison is one process ({size}). Start it with python, several with an --out for each.")
-    seeds = list(range(config.seed, config.seed + count))
-    dataclasses.replace(config, seed=seeds[-1])
+    return placements, config
+
+
+def make_plan(placements: list[str], count: int, config: TrainConfig) -> Plan:
+    """Check what a run needs, and rehearse a step of each placement, so that no mistake is met after hours. Raises
+    Mistake; an error in a placement's code keeps its traceback."""
+    import torch
+
+    from gpt import GPT
+    from gpt.study.depth import depth_profile
+    from gpt.tokenizer import TOKENIZERS
+    from gpt.training import corpus, data, device
+
+    seeds = [dataclasses.replace(config, seed=config.seed + number).seed for number in range(count)]
     device.choose(config.device, config.dtype, config.compile, device.look(config.device))
     require_tensorboard(config)
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
@@ -135,74 +70,116 @@ def plan(words: list[str], count: int, given: dict):
     probe_every = config.probe_every or config.steps
     config = dataclasses.replace(config, model=shape, data=corpus.resolve(config.data), probe_every=probe_every)
     ids = corpus.load(config.data, tokenizer)
-    splits = data.Data(ids, shape.context_length, config.batch_size, config.val_fraction, config.seed)
-    starts = {}
-    for norm in names:
+    rows = data.Data(ids, shape.context_length, config.batch_size, config.val_fraction, config.seed).few_rows()
+    counts, code = {}, {}
+    for placement in placements:
         torch.manual_seed(config.seed)
-        fresh = model.GPT(dataclasses.replace(shape, norm=norm))
-        counts = {"parameters": fresh.count_parameters(), "in_norms": fresh.count_parameters("norm")}
-        starts[norm] = counts, depth_profile(fresh, splits.few_rows())
-    common = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
-    return starts, seeds, config, common | {"corpus": corpus.digest(ids), "unit": tokenizer.unit}
+        model = GPT(dataclasses.replace(shape, norm=placement))
+        depth_profile(model, rows)
+        counts[placement] = {"parameters": model.count_parameters(), "in_norms": model.count_parameters("norm")}
+        code |= dict.fromkeys((run_name(placement, seed) for seed in seeds), code_of(model, update))
+    runs = {run_name(placement, seed): (placement, seed) for seed in seeds for placement in placements}
+    settings = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
+    settings |= {"corpus": corpus.digest(ids), "unit": tokenizer.unit}
+    return Plan(config, seeds, counts, runs, code, settings)
 
 
-def same_start(one: dict, other: dict) -> bool:
-    """Whether two depth profiles are of the same weights and code: equal, up to what devices round differently."""
-    return all(
-        math.isclose(a, b, rel_tol=1e-2) or not math.isfinite(a + b)
-        for name in other
-        for a, b in zip(one[name], other[name])
-    )
+def train_all(plan: Plan, out: Path, results: dict, stop) -> bool:
+    """Do the runs without an outcome, and go on with interrupted ones. False if `stop` came before the end."""
+    runs, config = results["runs"], plan.config
+    begun = {name: out / name / "last" for name in plan.runs if name not in runs and (out / name / "last").exists()}
+    done = sum(int(last.read_text(encoding="utf-8") or 0) for last in begun.values())
+    done += len(plan.runs.keys() & runs.keys()) * config.steps
+    width = max(map(len, plan.runs)) + 2
+    with Progress(len(plan.runs) * config.steps, done) as progress:
+        for number, (name, (placement, seed)) in enumerate(plan.runs.items(), start=1):
+            if name not in runs:
+                progress.label = f"{name.ljust(width)}{number}/{len(plan.runs)}  "
+                model = dataclasses.replace(config.model, norm=placement)
+                one = dataclasses.replace(config, seed=seed, model=model)
+                outcome = train_one(one, out / name, name in begun, stop, progress)
+                if outcome is None:
+                    return False
+                runs[name] = outcome
+                save_results(out, results)
+                losses = "validation loss {val_loss:.4f}; best {best_val_loss:.4f} at {best_step}"
+                line = "diverged at step {diverged}" if outcome["diverged"] else losses
+                progress.write(progress.label + line.format(**outcome))
+    return True
 
 
-def compare(given: dict, stop) -> int | None:
-    """Train, write, draw and print what the command line asks for."""
+def train_one(config: TrainConfig, run: Path, resume: bool, stop, progress: Progress) -> dict | None:
+    """The outcome of a run, for results.json; None if it was stopped."""
+    from gpt.training.trainer import Diverged
+
+    outcome = {"norm": config.model.norm, "seed": config.seed, "diverged": None}
+    try:
+        end = train(config, str(run), "last" if resume else None, overwrite=not resume, stop=stop, progress=progress)
+        if end["step"] < config.steps:
+            return None
+        outcome |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step")}
+    except Diverged as error:
+        outcome["diverged"] = error.step
+        progress.step(config.steps - error.step)
+    except Mistake as error:
+        raise (Mistake(f"{error} Or delete {run}, and it is done again.") if resume else error) from None
+    speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
+    return outcome | {"tokens_per_s": round(statistics.median(speeds)) if speeds else None}
+
+
+def draw(plan: Plan, out: Path, runs: dict, title: str):
+    """Draw curves.png, from all seeds, and depth.png, from one."""
+    from gpt.study import plots
+
+    losses = {f"{split} loss, nats per {plan.settings['unit']}": {} for split in ("training", "validation")}
+    profiles = collections.defaultdict(dict)  # by time and placement
+    for placement in plan.counts:
+        ended = [seed for seed in plan.seeds if runs[run_name(placement, seed)]["diverged"] is None]
+        folders = [out / run_name(placement, seed) for seed in ended or plan.seeds]
+        records = [read_lines(folder / "metrics.jsonl") for folder in folders]
+        for key, panel in zip(("loss", "val_loss"), losses.values()):
+            panel[placement] = [{line["step"]: line[key] for line in lines if key in line} for lines in records]
+        first, *_, last = 2 * read_lines(folders[0] / "probe.jsonl")
+        profiles["at the start"][placement] = first
+        if ended:
+            profiles[f"at step {last['step']}"][placement] = last
+    panels = {
+        f"{text} {time}": {placement: profile[key] for placement, profile in by_placement.items()}
+        for key, text in plots.SHOWN.items()
+        for time, by_placement in profiles.items()
+    }
+    plots.bands(losses, f"{title}: mean and range over the seeds", out / "curves.png")
+    plots.depth_lines(panels, f"{title}: one seed", out / "depth.png")
+
+
+def compare(flags: dict) -> int | None:
+    """Train, write, draw and print what the command line asks for; returns the exit status."""
     from gpt.training import corpus
 
-    words, count, out, overwrite = (given.pop(name) for name in ("what", "seeds", "out", "overwrite"))
-    starts, seeds, config, common = plan(words, count, given)
-    names, out = [*starts], Path(out)
-    read_results(out)  # first, since to hold a folder writes into it
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Mistake(f"cannot make the folder ({out.absolute()}: {error.strerror}). Name another.") from None
-    with held(out):
-        old = read_results(out)
-        if old and overwrite:
-            save(out, old | {"runs": {}})  # first, so that a kill leaves no outcome without its run
-            for path in out.glob("*/config.json"):
-                shutil.rmtree(path.parent)
-            old = None
-        results = old or {"format": FORMAT, "settings": common, "runs": {}}
-        before = {name: setting.default for name, setting in SETTINGS.items()} | results["settings"]
-        for name, value in common.items():
-            if before.get(name) != value:
-                found = f"{before.get(name)}, not {value}, in {out}"
-                raise Mistake(f"the comparison has another {name} ({found}). Leave it, or name another --out.")
-        for norm, (_, profile) in starts.items():
-            probes = read_lines(out / run_name(norm, config.seed) / "probe.jsonl")
-            if probes and not same_start(probes[0], profile):
-                found = f"{norm}, whose runs are in {out}"
-                raise Mistake(f"the placement has changed since ({found}). Delete those runs, or name another --out.")
-        save(out, results)
-        shape = f"{config.model.n_layers} blocks of width {config.model.d_model}"
-        size = f"{shape}, {config.steps:,} steps on {corpus.name(config.data)}"
-        many = f"seeds {seeds[0]} to {seeds[-1]}" if count > 1 else f"seed {seeds[0]}"
-        print(f"compare {', '.join(names)}; {many}\neach    {size}\nfolder  {out}", flush=True)
-        if not train_all(names, seeds, config, out, results, stop):
+    entries, count, out, overwrite = (flags.pop(name) for name in ("entries", "seeds", "out", "overwrite"))
+    placements, config = read_entries(entries, count, flags)
+    plan, out = make_plan(placements, count, config), Path(out)
+    make_folder(out)
+    with held(out), StopRequest() as stop:
+        results = open_results(out, plan.settings, plan.code, overwrite)
+        size = f"{config.model.n_layers} blocks of width {config.model.d_model}"
+        title = f"{size}, {config.steps:,} steps on {corpus.name(config.data)}"
+        seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}" if count > 1 else f"seed {plan.seeds[0]}"
+        print(f"compare {', '.join(placements)}; {seeds}\neach    {title}\nfolder  {out}", flush=True)
+        if not train_all(plan, out, results, stop):
             print(f"stopped; the same command goes on with {out}")
             return 128 + stop.signum
-        table = comparison.summarize(names, seeds, results["runs"])
-        results["table"] = [starts[entry["norm"]][0] | entry for entry in table]
-        save(out, results)
-        text = comparison.markdown(results["table"], seeds, common["unit"])
-        write(out / "results.md", text + "\n")
-        draw(names, seeds, out, results["runs"], size, common["unit"])
-    print("\n" + (comparison.overview(results["table"], seeds) if sys.stdout.isatty() else text))
+        table = comparison.summarize(placements, plan.seeds, results["runs"].values())
+        results["table"] = [plan.counts[entry["norm"]] | entry for entry in table]
+        save_results(out, results)
+        rows = comparison.rows(results["table"], plan.seeds, plan.settings["unit"])
+        write(out / "results.md", f"{comparison.markdown(rows)}\n\n{comparison.LEGEND}\n")
+        draw(plan, out, results["runs"], title)
+    columns = comparison.SHORT if sys.stdout is not None and sys.stdout.isatty() else None
+    print("\n" + comparison.markdown([row[:columns] for row in rows]))
     print(f"\n{out}: results.md, results.json, curves.png, depth.png")
-    if others := {run["norm"] for run in results["runs"].values()} - {*names}:
-        print(f"there, and not in these: {', '.join(sorted(others))}")
+    if others := {run["norm"] for run in results["runs"].values()} - {*placements}:
+        print(f"in the folder, and not in the table: {', '.join(sorted(others))}")
 
 
 def main(argv: list[str]):
@@ -211,18 +188,13 @@ def main(argv: list[str]):
     hints |= {"--norm": "Name placements without a flag.", "--init": "A comparison starts from scratch."}
     command = CommandLine(hints, prog="compare.py", usage=usage, description=__doc__)
     text = "settings from a file, and the placements; the first is what the others are compared to"
-    command.add_argument("what", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
+    command.add_argument("entries", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
     command.add_settings({name: f for name, f in SETTINGS.items() if name not in ("norm", "init", "shard")})
     command.add_argument("--out", default="runs/compare", metavar="FOLDER", help="(default: %(default)s)")
     command.add_argument("--overwrite", action="store_true", help="delete the comparison in --out first")
-    given = vars(command.parse_args(argv))
-
-    def body():
-        with StopRequest() as stop:
-            return compare(given, stop)
-
-    command.run(body, "nobody reads the output any more (broken pipe). The same command goes on.")
+    flags = vars(command.parse_args(argv))
+    command.run(lambda: compare(flags), "nobody reads the output any more (broken pipe). The same command goes on.")
 
 
 if __name__ == "__main__":
