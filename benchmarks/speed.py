@@ -31,13 +31,14 @@ from gpt.training.settings import configure, read_toml  # noqa: E402
 
 SMALL = configure(read_toml(ROOT / "configs" / "gpt2.toml"))
 TINY = configure({})
+VOCABULARY = 50257
 ROUNDS = 1000  # at most
 PEER = importlib.util.find_spec("transformers") is not None
 
 
 def small(**settings) -> GPT:
     torch.manual_seed(0)
-    return GPT(ModelConfig(**vars(SMALL.model) | {"vocab_size": 50257} | settings))
+    return GPT(ModelConfig(**vars(SMALL.model) | {"vocab_size": VOCABULARY} | settings))
 
 
 def peer(model: GPT):
@@ -61,8 +62,8 @@ def medians(rounds: int, **actions) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def row(what: str, ours: str, theirs: str = "", ratio: float | None = None, limit: str = ""):
-    print(f"| {what} | {ours} | {theirs} | {'' if ratio is None else f'{ratio:.2f}'} | {limit} |", flush=True)
+def row(name: str, ours: str, peers: str = "", ratio: float | None = None, limit: str = ""):
+    print(f"| {name} | {ours} | {peers} | {'' if ratio is None else f'{ratio:.2f}'} | {limit} |", flush=True)
 
 
 def limits() -> tuple[float, float]:
@@ -75,17 +76,17 @@ def limits() -> tuple[float, float]:
 @torch.no_grad()
 def decode():
     """100 tokens after a prompt of 32, GPT-2 small."""
-    reading, prompt, new = limits()[1], torch.randint(50257, (1, 32)), 100
+    reading, prompt, new = limits()[1], torch.randint(VOCABULARY, (1, 32)), 100
     model, actions, bytes_read = small(), {}, {}
     if PEER:
-        theirs = peer(model).eval()
-        how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        actions["transformers"] = lambda: theirs.generate(prompt, **how)
+        other = peer(model).eval()
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        actions["transformers"] = lambda: other.generate(prompt, **settings)
     for dtype in ("float32", "bfloat16", "float16"):
-        own = for_sampling(small(), Compute("cpu", dtype, "off"))
-        bytes_read[dtype] = sum(p.nbytes for p in own.parameters())
-        actions[dtype] = lambda own=own: generate(own, prompt, new, temperature=0)
-        actions[dtype + ", 8 at a time"] = lambda own=own: generate(own, prompt.repeat(8, 1), new, temperature=0)
+        ours = for_sampling(small(), Compute("cpu", dtype, "off"))
+        bytes_read[dtype] = sum(p.nbytes for p in ours.parameters())
+        actions[dtype] = lambda ours=ours: generate(ours, prompt, new, temperature=0)
+        actions[dtype + ", 8 at a time"] = lambda ours=ours: generate(ours, prompt.repeat(8, 1), new, temperature=0)
     times = medians(3, **actions)
     peers = f"{new / times['transformers']:.1f} tokens/s" if PEER else ""
     for name, seconds in times.items():
@@ -94,13 +95,13 @@ def decode():
             most = f"{rows * reading / bytes_read[dtype]:.0f} tokens/s reading the weights once for each token"
             ratio = rows * times["transformers"] / seconds if PEER else None
             row(f"decode, {name}", f"{rows * new / seconds:.1f} tokens/s", peers, ratio, most if rows == 1 else "")
-    long = torch.randint(50257, (1, 512))
-    own = for_sampling(small(), Compute("cpu", "float32", "off")).eval()
-    actions = {"ours": lambda: own(long)} | ({"theirs": lambda: theirs(long)} if PEER else {})
+    long = torch.randint(VOCABULARY, (1, 512))
+    ours = for_sampling(small(), Compute("cpu", "float32", "off")).eval()
+    actions = {"ours": lambda: ours(long)} | ({"peer": lambda: other(long)} if PEER else {})
     times = medians(3, **actions)
     speed = {name: 512 / seconds for name, seconds in times.items()}
-    ratio = times["theirs"] / times["ours"] if PEER else None
-    row("prefill of 512, float32", f"{speed['ours']:.0f} tokens/s", f"{speed['theirs']:.0f}" if PEER else "", ratio)
+    ratio = times["peer"] / times["ours"] if PEER else None
+    row("prefill of 512, float32", f"{speed['ours']:.0f} tokens/s", f"{speed['peer']:.0f}" if PEER else "", ratio)
 
 
 def stepper(model, config, tokens, loss):
@@ -124,11 +125,11 @@ def our_loss(model, tokens):
     return NextToken(model)(tokens)
 
 
-def their_loss(model, tokens):
+def peer_loss(model, tokens):
     return model(tokens[:, :-1].contiguous(), labels=tokens[:, :-1].contiguous()).loss
 
 
-CASES = {"ours": lambda: (small(), our_loss), "theirs": lambda: (peer(small()), their_loss)}
+CASES = {"ours": lambda: (small(), our_loss), "peer": lambda: (peer(small()), peer_loss)}
 
 
 def peak_memory(name: str) -> float:
@@ -139,7 +140,7 @@ def peak_memory(name: str) -> float:
 
 def memory(name: str):
     model, loss = CASES[name]()
-    step = stepper(model, SMALL, torch.randint(50257, (2, 513)), loss)
+    step = stepper(model, SMALL, torch.randint(VOCABULARY, (2, 513)), loss)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # forget the peak while the model was made
     for _ in range(2):
@@ -150,17 +151,17 @@ def memory(name: str):
 
 def train():
     """A training step: GPT-2 small on 2 x 512 tokens, and the default run's."""
-    product, names = limits()[0], ["ours", "theirs"] if PEER else ["ours"]
-    tokens = torch.randint(50257, (2, 513))
+    product, names = limits()[0], ["ours", "peer"] if PEER else ["ours"]
+    tokens = torch.randint(VOCABULARY, (2, 513))
     times = medians(3, **{name: stepper(*(CASES[name]()[0], SMALL, tokens, CASES[name]()[1])) for name in names})
     operations = 6 * small().count_parameters() * 1024
     share = f"{operations / times['ours'] / product:.0%} of the float32 matrix product's rate, counted as 6 N a token"
-    theirs = f"{times['theirs']:.2f} s" if PEER else ""
-    ratio = times["ours"] / times["theirs"] if PEER else None
-    row("training step, GPT-2 small, 2 x 512", f"{times['ours']:.2f} s", theirs, ratio, share)
+    peers = f"{times['peer']:.2f} s" if PEER else ""
+    ratio = times["ours"] / times["peer"] if PEER else None
+    row("training step, GPT-2 small, 2 x 512", f"{times['ours']:.2f} s", peers, ratio, share)
     peaks = {name: peak_memory(name) for name in names}
-    ratio = peaks["ours"] / peaks["theirs"] if PEER else None
-    row("its peak memory", f"{peaks['ours']:.2f} GB", f"{peaks['theirs']:.2f} GB" if PEER else "", ratio)
+    ratio = peaks["ours"] / peaks["peer"] if PEER else None
+    row("its peak memory", f"{peaks['ours']:.2f} GB", f"{peaks['peer']:.2f} GB" if PEER else "", ratio)
 
 
 class LibraryNorm(LayerNorm):
@@ -171,25 +172,27 @@ class LibraryNorm(LayerNorm):
 def norm():
     """The hand-written norm beside the library's: alone, forward and backward, and in a training step."""
     for shape in ((768, 128), (1024, 768)):
-        layers = {"ours": LayerNorm(shape[-1]), "theirs": LibraryNorm(shape[-1])}
+        layers = {"ours": LayerNorm(shape[-1]), "library": LibraryNorm(shape[-1])}
         x = torch.randn(shape, requires_grad=True)
         g = torch.randn(shape)
         times = medians(
             300, **{name: lambda layer=layer, x=x, g=g: layer(x).backward(g) for name, layer in layers.items()}
         )
-        row(f"norm of {shape}", *(f"{times[n] * 1e6:.0f} us" for n in times), times["ours"] / times["theirs"])
-    for what, config, rows, rounds in (("default", TINY, 12, 60), ("GPT-2 small", SMALL, 1, 5)):
+        row(f"norm of {shape}", *(f"{times[n] * 1e6:.0f} us" for n in times), times["ours"] / times["library"])
+    for size, config, rows, rounds in (("default", TINY, 12, 60), ("GPT-2 small", SMALL, 1, 5)):
         steps = {}
-        for name, kind in (("ours", LayerNorm), ("theirs", LibraryNorm)):
+        for name, layer in (("ours", LayerNorm), ("library", LibraryNorm)):
             torch.manual_seed(0)
-            model = GPT(ModelConfig(**vars(config.model) | {"vocab_size": 256 if config is TINY else 50257}))
+            model = GPT(ModelConfig(**vars(config.model) | {"vocab_size": 256 if config is TINY else VOCABULARY}))
             for module in model.modules():
                 if isinstance(module, LayerNorm):
-                    module.__class__ = kind
+                    module.__class__ = layer
             tokens = torch.randint(256, (rows, config.model.context_length + 1))
             steps[name] = stepper(model, config, tokens, our_loss)
         times = medians(rounds, **steps)
-        row(f"step, {what}, with either", *(f"{times[n] * 1e3:.1f} ms" for n in times), times["ours"] / times["theirs"])
+        row(
+            f"step, {size}, with either", *(f"{times[n] * 1e3:.1f} ms" for n in times), times["ours"] / times["library"]
+        )
 
 
 def start():
@@ -230,8 +233,8 @@ def loss():
                 tokens = 12 * 64
                 ends[name].append((records[-1]["val_loss"], sum(tokens / r["tokens_per_s"] for r in records[:-1])))
     seconds = {name: statistics.median(s for _, s in values) for name, values in ends.items()}
-    said = {n: f"{seconds[n]:.0f} s to {', '.join(f'{v:.3f}' for v, _ in ends[n])}" for n in ends}
-    row("tiny Shakespeare, 3 seeds", said["fast"], said["adamw"] + " (AdamW)", seconds["fast"] / seconds["adamw"])
+    texts = {n: f"{seconds[n]:.0f} s to {', '.join(f'{v:.3f}' for v, _ in ends[n])}" for n in ends}
+    row("tiny Shakespeare, 3 seeds", texts["fast"], texts["adamw"] + " (AdamW)", seconds["fast"] / seconds["adamw"])
 
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
@@ -241,7 +244,7 @@ def gpu():
     """GPT-2 small trained on one GPU: 16 x 1,024 tokens in bfloat16, compiled, as configs/gpt2.toml does it."""
     if not torch.cuda.is_available():
         return row("GPU", "none here")
-    name, tokens = torch.cuda.get_device_name(), torch.randint(50257, (16, 1025))
+    name, tokens = torch.cuda.get_device_name(), torch.randint(VOCABULARY, (16, 1025))
     compute, model = Compute("cuda", "bfloat16", "on"), small().cuda()
     net, _ = compiled(NextToken(model), compute.put(tokens), compute)
 
@@ -270,11 +273,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.memory:
-        memory(given.memory)
+    words = parser.parse_args()
+    if words.memory:
+        memory(words.memory)
         sys.exit()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores\n")
     print("| | ours | transformers | ratio | limit |\n|---|---|---|---|---|")
-    for part in given.parts or PARTS:
+    for part in words.parts or PARTS:
         PARTS[part]()

@@ -1,4 +1,5 @@
-"""The placements of the norms. A block is its equation; x is the residual stream, (B, T, C) in and out."""
+"""The placements of the norms. A block is its equation: x is the residual stream, (B, T, C) in and out, and f a branch,
+attention or the MLP, whose output is added to the stream."""
 
 import math
 
@@ -11,13 +12,17 @@ from gpt.norms import NORMS
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """A new norm of the kind that the configuration names, as wide as the stream."""
+    """A new norm of the class that `config.norm_layer` names, as wide as the stream."""
     return lookup(NORMS, config.norm_layer, "norm_layer")(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
-    """What the placements share: two branches and their norms. A placement adds `forward(x)`, and nothing to its
-    signature. Modules are named by role, so that placements with equal parameters start from equal weights."""
+    """What the placements share: two branches and their norms. A placement adds `forward(x)` and no more arguments.
+    Modules are named by role, so that placements with equal parameters start from equal weights.
+
+    As class attributes a placement states the names of its norms, whether the model needs a norm before the head, how
+    the branch outputs start (`branch_init`), and whether training wants a warm-up.
+    """
 
     norms: tuple[str, ...] = ("attn_norm", "mlp_norm")
     needs_final_norm = True
@@ -34,8 +39,8 @@ class Block(nn.Module):
         self.init_weights(config)
 
     def init_weights(self, config: ModelConfig):
-        """GPT-2's: N(0, 0.02^2), and for the last matrix of each of the 2 n_layers branches as `branch_init` says, the
-        configuration's or else the placement's own."""
+        """Start the matrices from N(0, 0.02^2), as GPT-2 does. The last one of each of the 2 n_layers branches starts
+        as `branch_init` says: the configuration's, or else the placement's."""
         stds = {"gpt2": 0.02 / math.sqrt(2 * config.n_layers), "plain": 0.02, "zero": 0.0}
         branch_std = lookup(stds, config.branch_init or self.branch_init, "branch_init")
         for linear, std in (
@@ -56,8 +61,8 @@ class PreLN(Block):
 
 
 class PostLN(Block):
-    """norm(x + f(x)): the original (Vaswani et al. 2017, arXiv 1706.03762), GPT-1. A norm stands on the main path,
-    so no final norm is needed; deep stacks want a warm-up."""
+    """norm(x + f(x)): the original (Vaswani et al. 2017, arXiv 1706.03762), GPT-1. The last block ends in a norm, so no
+    final norm is needed. Deep stacks want a warm-up."""
 
     needs_final_norm = False
     wants_warmup = True
@@ -107,8 +112,8 @@ class Parallel(Block):
 
 
 class DeepNorm(Block):
-    """norm(a x + f(x)), a = (2 n_layers)^(1/4), with the values, the attention's output and both MLP matrices started
-    b = (8 n_layers)^(-1/4) times as large (Wang et al. 2022, arXiv 2203.00555, decoder-only)."""
+    """norm(a x + f(x)), a = (2 n_layers)^(1/4). The matrices of the values, of attention's output and of the MLP start
+    (8 n_layers)^(-1/4) times as large (Wang et al. 2022, arXiv 2203.00555, decoder-only)."""
 
     needs_final_norm = False
     branch_init = "plain"
@@ -130,7 +135,7 @@ class DeepNorm(Block):
 
 
 class LNScaling(Block):
-    """x + f(norm(x) / sqrt(l)) in block l = 1, 2, ...: deeper blocks hear less, so that the stream grows less
+    """x + f(norm(x) / sqrt(l)) in block l = 1, 2, ...: deeper branches read a smaller input, and the stream grows less
     (Sun et al. 2025, arXiv 2502.05795). GPT-2's smaller start of the branches would undo the benefit."""
 
     branch_init = "plain"

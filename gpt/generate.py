@@ -1,4 +1,4 @@
-"""Sampling, with a key-value cache that the model's attention layers hold while they are asked."""
+"""Sampling: which id comes next, keys and values kept from token to token, and text in whole characters."""
 
 import codecs
 import contextlib
@@ -15,10 +15,10 @@ from gpt.config import Mistake, require
 class Sampling:
     """How a text is continued, checked when it is made; raises Mistake.
 
-    At temperature 0 the likeliest id is taken, else one is drawn from softmax(logits / temperature) over the `top_k`
-    likeliest ids, and of those the fewest that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2019,
-    arXiv 1904.09751). Row b of a batch draws from its own generator, seeded with seed + b. Ids from `vocab_size` on,
-    those of a padded vocabulary, are never chosen.
+    At temperature 0 the likeliest id is taken. Above, an id is drawn from softmax(logits / temperature). `top_k` limits
+    the draw to that many likeliest ids, and `top_p` to the fewest likeliest ids that hold this share of the probability
+    (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751). Row b of a batch draws from its own generator, seeded
+    with seed + b. Ids from `vocab_size` on, which only pad the vocabulary, are never chosen.
     """
 
     max_new_tokens: int
@@ -54,7 +54,7 @@ class Sampling:
         top, order = logits, None
         if self.top_k or self.top_p:
             top, order = logits.topk(self.top_k or logits.size(-1))
-        # Less the largest first, and in float64, since a small temperature would overflow.
+        # The largest is subtracted first, and all is in float64: a small temperature would overflow.
         p = ((top - top.amax(-1, keepdim=True)).double() / self.temperature).softmax(-1)
         if self.top_p is not None:
             p = p.where(p.cumsum(-1) - p < self.top_p, 0)
@@ -63,8 +63,8 @@ class Sampling:
 
 
 class KVCache:
-    """The keys and values of one attention layer for the tokens so far, at most `length` of them. On a CPU they are in
-    float32: torch's attention of one token is five times slower there in 16 bits."""
+    """The keys and values of one attention layer for at most `length` tokens. On a CPU they are float32: there torch's
+    attention for one token is five times slower in 16 bits."""
 
     def __init__(self, length: int):
         self.length, self.used = length, 0
@@ -83,9 +83,9 @@ class KVCache:
 
 @contextlib.contextmanager
 def _inference(model, caches):
-    """Evaluation mode, no gradients, and each attention layer's cache in it, for the length of a `with` block."""
+    """For the length of a `with` block: evaluation mode, no gradients, and its cache in each attention layer."""
     training = model.training
-    if training:  # train() and eval() visit every module: avoid them per token
+    if training:  # a change of mode visits every module: avoid it per token
         model.eval()
     for layer, cache in caches.items():
         layer.cache = cache
@@ -131,8 +131,8 @@ def generate(
     seed: int | None = None,
     use_cache: bool = True,
 ) -> torch.Tensor:
-    """(B, T) tokens -> (B, T + max_new_tokens), the tokens and what follows, on their device; the settings are those of
-    Sampling. The model is left in its mode. Raises Mistake for a setting that is out of range."""
+    """(B, T) tokens -> (B, T + max_new_tokens), the tokens and what follows, on the same device. The settings are those
+    of Sampling. The model keeps its mode. Raises Mistake for a setting that is out of range."""
     vocab_size = model.config.vocab_size
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, use_cache, vocab_size)
     ids = list(stream(model, tokens, sampling))
@@ -140,8 +140,8 @@ def generate(
 
 
 def stream_text(model, tokenizer, prompt: str, sampling: Sampling, stop: str | None = None) -> Iterator[str]:
-    """Continue a text: yields pieces of whole characters until max_new_tokens, an end-of-text id or the text `stop`,
-    which is left out; `stop=""` ignores end-of-text as well. An empty prompt is the tokenizer's own start."""
+    """Continue a text: yields pieces of whole characters. The text ends after max_new_tokens, at an end-of-text id, or
+    before the text `stop`; `stop=""` ignores end-of-text as well. An empty prompt stands for the tokenizer's start."""
     pieces = _pieces(model, tokenizer, prompt or tokenizer.start, sampling, endless=stop == "")
     return until(stop, pieces) if stop else pieces
 
@@ -158,8 +158,8 @@ def _pieces(model, tokenizer, prompt, sampling, endless):
 
 
 def until(stop: str, pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a text, up to the text `stop`, which is left out."""
-    held = ""  # this may be the beginning of `stop`
+    """The pieces of a text up to the text `stop`, which is left out."""
+    held = ""  # the end of the text so far, if it may be the beginning of `stop`
     for piece in pieces:
         held += piece
         if stop in held:

@@ -16,7 +16,7 @@ def draw(weight: torch.Tensor, std: float):
 
 
 class Linear(nn.Linear):
-    """torch's, without its start: the block draws its weights, and a bias starts at 0."""
+    """torch's, but its bias starts at 0 and its weights are left to the block, so that they are drawn once."""
 
     def reset_parameters(self):
         if self.bias is not None:
@@ -24,7 +24,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """torch's, started as GPT-2's is."""
+    """torch's, but it starts from N(0, 0.02^2), as GPT-2's does."""
 
     def reset_parameters(self):
         draw(self.weight, 0.02)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
     """Causal multi-head self-attention, (B, T, C) -> (B, T, C).
 
     `cache` is None, or an object whose `append(k, v)` takes the (B, H, T, D) keys and values of these T tokens and
-    returns those of all tokens so far. gpt/generate.py sets it; nothing else in the model knows of it.
+    returns those of all tokens so far. gpt/generate.py sets it; no other part of the model uses it.
     """
 
     def __init__(self, config: ModelConfig):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
             k_BHTD, v_BHTD = self.cache.append(k_BHTD, v_BHTD)
             q_BHTD = q_BHTD.to(k_BHTD.dtype)
             past = k_BHTD.size(2) - T
-            if past and T > 1:  # is_causal counts from the upper left corner, so it would hide the past
+            if past and T > 1:  # is_causal aligns the first query with the first key, so it would hide the past
                 mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
         y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask, is_causal=mask is None and T > 1)
         return self.dropout(self.out(y_BHTD.transpose(1, 2).reshape(B, T, C).to(dtype)))

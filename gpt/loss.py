@@ -1,11 +1,11 @@
-"""The next-token loss: of logits, or of a model without ever holding all its logits."""
+"""The next-token loss, of logits or of a model. The second never holds all logits at once."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-LOGITS = 2**24  # computed at a time
+LOGITS = 2**24  # so many are computed at a time
 
 
 def next_token_loss(logits, targets):
@@ -15,7 +15,7 @@ def next_token_loss(logits, targets):
 
 class NextToken(nn.Module):
     """A GPT with its loss, the module that training wraps: (B, T + 1) int64 tokens -> `next_token_loss` of the logits
-    after the first T tokens against the last T. It takes less memory and time than the logits would."""
+    for the first T tokens against the last T. It takes less memory and time than computing the logits."""
 
     def __init__(self, model):
         super().__init__()
@@ -42,8 +42,8 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, embedding, targets, with_gradient, multiple):
         V, C = embedding.shape
         targets = targets.flatten()
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else embedding.dtype
         x_NC, E = x.reshape(-1, C).to(dtype), embedding.to(dtype)
         if V % multiple:
             E = F.pad(E, (0, 0, 0, -V % multiple))

@@ -13,8 +13,8 @@ class GPT(nn.Module):
     """GPT-2 with the block that `config.norm` names (Radford et al. 2019, "Language Models are Unsupervised
     Multitask Learners"): (B, T) int64 tokens -> (B, T, vocab_size) logits.
 
-    The head has no weight of its own: it reads the stream with the token embedding's.
-    Raises Mistake for a name in the configuration that does not exist.
+    The head has no weight of its own: it is the token embedding. Raises Mistake for an unknown name in the
+    configuration.
     """
 
     def __init__(self, config: ModelConfig):
@@ -31,7 +31,8 @@ class GPT(nn.Module):
         return self.readout(self.residual_stream(tokens))
 
     def residual_stream(self, tokens, start: int = 0):
-        """(B, T) tokens, the first at position `start`, -> the (B, T, d_model) stream after the last block."""
+        """(B, T) tokens at the positions from `start` on -> the (B, T, d_model) stream after the last block. Raises
+        Mistake for a position beyond the context."""
         end = start + tokens.size(1)
         if end > self.config.context_length:
             raise Mistake(f"too many tokens ({end}). The context length is {self.config.context_length}.")
@@ -44,8 +45,8 @@ class GPT(nn.Module):
         """The stream (B, T, d_model) -> logits (B, T, vocab_size)."""
         return F.linear(self.final_norm(x), self.token_embedding.weight)
 
-    def count_parameters(self, kind: str = "all") -> int:
+    def count_parameters(self, part: str = "all") -> int:
         """The number of parameters in the whole model ("all") or in its normalization layers ("norm")."""
         norms = [module for module in self.modules() if isinstance(module, tuple(NORMS.values()))]
-        modules = lookup({"all": [self], "norm": norms}, kind, "kind of parameters")
+        modules = lookup({"all": [self], "norm": norms}, part, "part of the model")
         return sum(parameter.numel() for module in modules for parameter in module.parameters())

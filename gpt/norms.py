@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 class _LayerNormFunction(torch.autograd.Function):
     """y = gamma * n + beta with n = (x - mu) * r and r = 1/sqrt(sigma^2 + eps), over the last axis of width d.
 
-    Left to autograd, each of the elementary operations keeps its own input. The derivative needs only n and r.
+    Under autograd each elementary operation would keep its own input. The derivative needs only n and r.
 
     Backward. Let g = dL/dy and h = g * gamma = dL/dn.
         dL/dbeta  = sum of g over all tokens
@@ -17,15 +17,15 @@ class _LayerNormFunction(torch.autograd.Function):
         dn_i/dx_j = r * (delta_ij - 1/d - n_i n_j/d)
     and so
         dL/dx = r * (h - mean(h) - n * mean(h * n)).
-    In words: whatever part of the gradient would shift the row (mean(h)) or stretch it (mean(h * n)) is removed,
-    since the norm undoes both, and the rest is divided by the row's standard deviation.
+    In words: the parts of the gradient that would shift the row (mean(h)) or stretch it (mean(h * n)) are removed,
+    because the norm undoes both. The rest is divided by the row's standard deviation.
     """
 
     @staticmethod
     def forward(ctx, x, gamma, beta, eps):
         x_float = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        # Two passes, the mean first: E[x^2] - E[x]^2 would cancel for rows far from zero. There the mean is rounded
-        # itself, by more than a flat row's deviation, so what is left of it goes too.
+        # Two passes, the mean first: E[x^2] - E[x]^2 would cancel for rows far from zero. Their mean itself is rounded,
+        # by more than the deviations in a flat row, so the mean of the differences is subtracted as well.
         n = x_float - x_float.mean(-1, keepdim=True)
         n -= n.mean(-1, keepdim=True)
         r = (n.square().mean(-1, keepdim=True) + eps).rsqrt_()
@@ -44,7 +44,7 @@ class _LayerNormFunction(torch.autograd.Function):
         g, gamma = g.to(n.dtype), gamma.to(n.dtype)
         d = n.size(-1)
         h, gn = g * gamma, g * n
-        # Not g @ gamma and gn @ gamma, which would do: autocast would round matrix products to half precision.
+        # Not by the matrix products g @ gamma and gn @ gamma: autocast would round those to half precision.
         mean_h, mean_hn = h.mean(-1, keepdim=True), (gn * gamma).mean(-1, keepdim=True)
         dx = h.sub_(mean_h).addcmul_(n, mean_hn, value=-1).mul_(r)
         dgamma = gn.reshape(-1, d).sum(0).to(gamma_dtype)
@@ -56,8 +56,8 @@ class LayerNorm(nn.Module):
     """y = gamma * (x - mu) / sqrt(sigma^2 + eps) + beta (Ba et al. 2016, arXiv 1607.06450).
 
     mu and the biased variance sigma^2 are those of one token's `width` numbers: x of any shape (..., width) gives y
-    of the same shape and dtype. gamma (`weight`) starts at 1 and beta (`bias`) at 0. Half-precision inputs get their
-    statistics in float32. A row of equal numbers gives beta.
+    of the same shape and dtype. gamma (`weight`) starts at 1 and beta (`bias`) at 0. For half-precision inputs mu and
+    sigma^2 are computed in float32. A row of equal numbers gives beta.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
@@ -75,7 +75,7 @@ class LayerNorm(nn.Module):
 
 class RMSNorm(nn.Module):
     """y = gamma * x / sqrt(mean(x^2) + eps): LayerNorm without the mean and the shift (Zhang and Sennrich 2019,
-    arXiv 1910.07467). Shapes and dtypes as LayerNorm's; there is no bias, whatever `bias` says."""
+    arXiv 1910.07467). Shapes and dtypes as LayerNorm's. It never has a bias: `bias` has no effect."""
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
         super().__init__()
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 
 class DyT(nn.Module):
     """y = gamma * tanh(alpha x) + beta, alpha one learned number that starts at 0.5 (Zhu et al. 2025,
-    arXiv 2503.10622): squashes each number by itself, with no statistics at all, so `eps` plays no part."""
+    arXiv 2503.10622). It squashes each number by itself and needs no statistics: `eps` has no effect."""
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
         super().__init__()

@@ -9,16 +9,11 @@ import torch
 from safetensors import safe_open
 
 from gpt.config import Mistake
-from gpt.generate import generate
+from gpt.generate import Sampling, generate, stream_text
 from gpt.loss import next_token_loss
+from gpt.tokenizer import GPT2BPE
 
-NAMES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "openai-gpt": "openai-community/openai-gpt",
-}
+NAMES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
 PLACEMENTS = {"gpt2": "pre", "openai-gpt": "post"}
 # Our setting -> that of config.json.
 SETTINGS = {
@@ -32,7 +27,7 @@ ACTIVATIONS = {
     "gpt2": {"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
     "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},  # GPT-1's "gelu" is the tanh form
 }
-# Settings that change the computation, with the only value that our model computes. (n_inner may also be 4 n_embd.)
+# Settings that change the computation, and the only value that our model computes. (n_inner may also be 4 n_embd.)
 FIXED = {
     "n_inner": None,
     "scale_attn_weights": True,
@@ -40,22 +35,21 @@ FIXED = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-# Published module -> ours, and whether its weight is stored [in, out] and has to be transposed: the shape of a square
-# matrix does not tell.
+# Published module -> ours: outside the blocks, and in each block.
 OUTSIDE = {
-    "gpt2": {"wte": ("token_embedding", False), "wpe": ("position_embedding", False), "ln_f": ("final_norm", False)},
-    "openai-gpt": {"tokens_embed": ("token_embedding", False), "positions_embed": ("position_embedding", False)},
+    "gpt2": {"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "final_norm"},
+    "openai-gpt": {"tokens_embed": "token_embedding", "positions_embed": "position_embedding"},
 }
 BLOCK = {
-    "ln_1": ("attn_norm", False),
-    "attn.c_attn": ("attn.qkv", True),
-    "attn.c_proj": ("attn.out", True),
-    "ln_2": ("mlp_norm", False),
-    "mlp.c_fc": ("mlp.up", True),
-    "mlp.c_proj": ("mlp.down", True),
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.out",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
 }
 
-# (placement, blocks, heads, width, vocabulary, context): parameters, those in norms.
+# (placement, blocks, heads, width, vocabulary, context): (parameters, those in norms), as in the files.
 GPT2_SMALL = ("pre", 12, 12, 768, 50257, 1024)
 GPT1 = ("post", 12, 12, 768, 40478, 512)
 SIZES = {
@@ -70,7 +64,8 @@ GPT2_FILE = {
     "its sha256": "248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707",
     "tensors in it": 160,
 }
-# Of GPT-2 small: the logits at the first position of any prompt that starts with "Hello".
+# Of GPT-2 small: some logits after "Hello", the mean logit after "Hello, I am", five numbers of the first norm's output
+# for the token embedding of "Hello", and the most likely continuations of two prompts (GPT-1's beside one).
 HELLO = 15496
 LOGITS = {
     0: -35.2362, 1: -35.3266, 2: -38.9753, 3: -39.3907, 4: -37.6532, 5: -38.6724, 6: -36.0249, 7: -36.4842,
@@ -86,21 +81,20 @@ GREEDY = {
     "post": ([481, 4735, 544], [246, 963, 870, 762, 239, 244, 40477, 244, 249, 719, 881, 487, 544, 240, 244, 603, 481]),
 }  # fmt: skip
 TURING = "Alan Turing theorized that computers would one day become", " the most powerful machines on the planet."
-# Losses of AdamW at 1e-4 on one batch, the first 4 x 64 tokens of tiny Shakespeare with an end-of-text id before every
-# paragraph, by a published C implementation.
+# Losses of ten updates by AdamW at 1e-4 on one batch, by a published C implementation. The batch is the first 4 x 64
+# tokens of tiny Shakespeare, with an end-of-text id before every paragraph.
 OVERFITTING = (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511)
 
 
-def table(kind: str, n_layers: int) -> dict[str, tuple[str, bool]]:
-    """Published parameter -> ours and whether it is transposed, for a "gpt2" or "openai-gpt" of `n_layers` blocks."""
-    modules = dict(OUTSIDE[kind])
-    for i in range(n_layers):
-        modules |= {f"h.{i}.{outer}": (f"blocks.{i}.{inner}", turned) for outer, (inner, turned) in BLOCK.items()}
+def table(model_type: str, n_layers: int) -> dict[str, tuple[str, bool]]:
+    """Published parameter -> (ours, whether it is transposed), for a "gpt2" or "openai-gpt" of `n_layers` blocks. The
+    files have each matrix of a block as [in, out]; of a square one the shape does not show it."""
+    blocks = {f"h.{i}.{name}": f"blocks.{i}.{ours}" for i in range(n_layers) for name, ours in BLOCK.items()}
     parameters = {}
-    for outer, (inner, turned) in modules.items():
-        parameters[f"{outer}.weight"] = (f"{inner}.weight", turned)
-        if "embedding" not in inner:
-            parameters[f"{outer}.bias"] = (f"{inner}.bias", False)
+    for name, ours in (OUTSIDE[model_type] | blocks).items():
+        parameters[f"{name}.weight"] = (f"{ours}.weight", ".c_" in name)
+        if "embedding" not in ours:
+            parameters[f"{name}.bias"] = (f"{ours}.bias", False)
     return parameters
 
 
@@ -113,9 +107,20 @@ class Fact(NamedTuple):
     agrees: bool | None
 
     def line(self) -> str:
-        """As text, marked where it does not agree."""
+        """As text, with a mark in front where they do not agree."""
         mark = {True: " ", False: "!", None: "?"}[self.agrees]
         return f"{mark} {self.name}: {self.expected}, measured {self.measured}"
+
+
+def equal(name: str, expected, measured) -> Fact:
+    return Fact(name, expected, measured, expected == measured)
+
+
+def close(name: str, expected, measured, tolerance: float) -> Fact:
+    """Of two rows of numbers, which agree if no two differ by more than `tolerance`."""
+    agrees = all(abs(a - b) <= tolerance for a, b in zip(expected, measured, strict=True))
+    rows = [" ".join(f"{number:.6g}" for number in numbers) for numbers in (expected, measured)]
+    return Fact(name, rows[0], rows[1], agrees)
 
 
 def shape(config) -> tuple:
@@ -123,39 +128,29 @@ def shape(config) -> tuple:
     return config.norm, config.n_layers, config.n_heads, config.d_model, config.vocab_size, config.context_length
 
 
-def equal(name, expected, measured) -> Fact:
-    return Fact(name, expected, measured, expected == measured)
-
-
-def close(name, expected, measured, tolerance) -> Fact:
-    """Of two rows of numbers."""
-    agrees = all(abs(a - b) <= tolerance for a, b in zip(expected, measured, strict=True))
-    rows = [" ".join(f"{number:.6g}" for number in numbers) for numbers in (expected, measured)]
-    return Fact(name, rows[0], rows[1], agrees)
-
-
-def file_facts(path: Path) -> Iterator[Fact]:
+def file_facts(path: Path) -> list[Fact]:
     """Those of GPT-2 small's file as it was published."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with safe_open(path, framework="pt") as file:
-        count = len(file.keys())
-    for (name, expected), measured in zip(GPT2_FILE.items(), (path.stat().st_size, digest, count)):
-        yield equal(name, expected, measured)
+    with safe_open(path, framework="pt") as tensors:
+        measured = path.stat().st_size, digest, len(tensors.keys())
+    return [equal(name, expected, value) for (name, expected), value in zip(GPT2_FILE.items(), measured)]
 
 
-def model_facts(model) -> Iterator[Fact]:
-    """Numbers of parameters, as published or else as the architecture has them, and that the logits are finite."""
+def model_facts(model) -> list[Fact]:
+    """Numbers of parameters, as published or as they follow from the architecture, and that the logits are finite."""
     c = model.config
     in_norms = 2 * c.d_model * (2 * c.n_layers + (c.norm == "pre"))
     in_blocks = c.n_layers * (12 * c.d_model**2 + 9 * c.d_model)
     total = (c.vocab_size + c.context_length) * c.d_model + in_blocks + in_norms
     total, in_norms = SIZES.get(shape(c), (total, in_norms))
-    yield equal("parameters", total, model.count_parameters())
-    yield equal("of them in norms", in_norms, model.count_parameters("norm"))
     with torch.no_grad():
         logits = model(torch.arange(min(c.context_length, 64))[None] % c.vocab_size)
-    yield equal("logits are finite", True, bool(logits.isfinite().all()))
+    return [
+        equal("parameters", total, model.count_parameters()),
+        equal("of them in norms", in_norms, model.count_parameters("norm")),
+        equal("logits are finite", True, bool(logits.isfinite().all())),
+    ]
 
 
 def greedy_fact(model) -> Fact:
@@ -165,20 +160,19 @@ def greedy_fact(model) -> Fact:
     return equal(f"greedy after {prompt}", expected, ids.tolist())
 
 
-def gpt2_facts(model, tokenizer) -> Iterator[Fact]:
+@torch.no_grad()
+def gpt2_facts(model, tokenizer) -> list[Fact]:
     """What GPT-2 small gives for a few tokens. `tokenizer` is GPT-2's."""
-    with torch.no_grad():
-        logits = model(torch.tensor([MEAN_PROMPT]))[0, :, : tokenizer.vocab_size]
-        embedding = model.token_embedding.weight[HELLO]
-        first_norm = model.blocks[0].attn_norm(embedding)[: len(FIRST_NORM)]
-    yield close(f"logits {[*LOGITS]} after {HELLO}", LOGITS.values(), logits[0, [*LOGITS]].tolist(), 1e-3)
-    yield close(f"mean logit of {MEAN_PROMPT}", [MEAN_LOGIT], [logits.mean().item()], 1e-3)
-    yield close(f"first norm of embedding {HELLO}", FIRST_NORM, first_norm.tolist(), 1e-5)
+    logits = model(torch.tensor([MEAN_PROMPT]))[0, :, : tokenizer.vocab_size]
+    first_norm = model.blocks[0].attn_norm(model.token_embedding.weight[HELLO])[: len(FIRST_NORM)]
     prompt, expected = TURING
-    ids = torch.tensor([tokenizer.encode_prompt(prompt).tolist()])
-    new = generate(model, ids, len(tokenizer.encode(expected)), temperature=0.0)[0, ids.size(1) :]
-    text = tokenizer.decode_bytes(new.tolist()).decode("utf-8", "replace")
-    yield equal(f"greedy after {prompt!r}", expected, text)
+    sampling = Sampling(len(tokenizer.encode(expected)), temperature=0.0)
+    return [
+        close(f"logits {[*LOGITS]} after {HELLO}", LOGITS.values(), logits[0, [*LOGITS]].tolist(), 1e-3),
+        close(f"mean logit of {MEAN_PROMPT}", [MEAN_LOGIT], [logits.mean().item()], 1e-3),
+        close(f"first norm of embedding {HELLO}", FIRST_NORM, first_norm.tolist(), 1e-5),
+        equal(f"greedy after {prompt!r}", expected, "".join(stream_text(model, tokenizer, prompt, sampling))),
+    ]
 
 
 def overfitting_fact(model, tokenizer, shakespeare: str) -> Fact:
@@ -198,10 +192,8 @@ def overfitting_fact(model, tokenizer, shakespeare: str) -> Fact:
 
 
 def check(model, folder: Path, shakespeare: Callable[[], list[str]]) -> Iterator[Fact]:
-    """All that is known about the `model` loaded from `folder`; that of GPT-2 small trains it at last, on the text that
+    """All that is known about the `model` loaded from `folder`. GPT-2 small is trained at the end, on the text that
     `shakespeare` returns."""
-    from gpt.tokenizer import GPT2BPE
-
     small, file = shape(model.config) == GPT2_SMALL, folder / "model.safetensors"
     if small and file.exists():
         yield from file_facts(file)

@@ -10,6 +10,11 @@ from gpt.config import Mistake
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_BPE = Path(__file__).parents[1] / "data" / "gpt2" / "vocab.bpe"
+# The character by which GPT-2's files write each byte, in the order of their ids: 188 bytes are printable characters of
+# Latin-1 and stand for themselves, the other 68 for the characters from 256 on.
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+CHARACTERS = {byte: chr(byte) for byte in PRINTABLE}
+CHARACTERS |= {byte: chr(256 + i) for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
 
 
 class Bytes:
@@ -20,17 +25,17 @@ class Bytes:
     dtype = np.uint8
     unit = "byte"
     end_of_text = None
-    separator = (10, 10)  # between documents: a blank line, for want of an id of its own
+    separator = (10, 10)  # between documents: a blank line, as there is no id for it
     start = "\n"  # what a sample without a prompt begins with
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the text's UTF-8 bytes."""
+        """(N,) ids of the text's UTF-8 bytes."""
         return np.frombuffer(text.encode("utf-8"), dtype=self.dtype)
 
     encode_prompt = encode
 
     def decode_bytes(self, ids) -> bytes:
-        """The bytes that `ids` stand for: perhaps part of a character."""
+        """The bytes that `ids` stand for. They may end in the middle of a character."""
         return bytes(ids)
 
     def to_json(self) -> dict:
@@ -39,9 +44,9 @@ class Bytes:
 
 
 class GPT2BPE:
-    """GPT-2's byte-pair encoding, 50,257 ids: 256 bytes, the 50,000 merges of vocab.bpe in order, <|endoftext|>.
+    """GPT-2's byte-pair encoding, 50,257 ids: the 256 bytes, the 50,000 merges of vocab.bpe in order, <|endoftext|>.
 
-    Raises Mistake if the merges file is missing.
+    Raises Mistake if the file of the merges is missing.
     """
 
     name = "gpt2"
@@ -53,69 +58,48 @@ class GPT2BPE:
     start = END_OF_TEXT
 
     def __init__(self, path: Path = VOCAB_BPE):
-        # Imported here, since a run on bytes has no use for tiktoken.
-        import tiktoken
+        import tiktoken  # here, since a run on bytes does not need it
         from tiktoken_ext.openai_public import r50k_pat_str
 
-        self._merges = _read_merges(path)
+        try:
+            self._merges = path.read_text(encoding="utf-8").splitlines()[1:]  # the first line is a version
+        except FileNotFoundError:
+            raise Mistake(f"GPT-2's merges are missing ({path}). Restore the file from the repository.") from None
+        self._words = [*CHARACTERS.values(), *(merge.replace(" ", "") for merge in self._merges)]
+        byte_of = {character: byte for byte, character in CHARACTERS.items()}
+        ranks = {bytes(map(byte_of.__getitem__, word)): rank for rank, word in enumerate(self._words)}
+        special = {END_OF_TEXT: self.end_of_text}
         self._bpe = tiktoken.Encoding(
             "gpt2",
             pat_str=r50k_pat_str,
-            mergeable_ranks=_ranks(self._merges),
-            special_tokens={END_OF_TEXT: self.end_of_text},
+            mergeable_ranks=ranks,
+            special_tokens=special,
             explicit_n_vocab=self.vocab_size,
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text of a corpus, in which the end-of-text marker is text like any other."""
+        """(N,) ids of a text of a corpus, in which the end-of-text marker is text like any other."""
         return self._bpe.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """As `encode`, but an end-of-text marker is the one special id, so that a prompt can start from it."""
+        """As `encode`, but the end-of-text marker is its one id, so that a prompt can start with it."""
         return np.array(self._bpe.encode(text, allowed_special="all"), dtype=self.dtype)
 
     def decode_bytes(self, ids) -> bytes:
-        """The bytes that `ids` stand for: perhaps part of a character."""
+        """The bytes that `ids` stand for. They may end in the middle of a character."""
         return self._bpe.decode_bytes([int(i) for i in ids])
 
     def to_json(self) -> dict:
         """The same tokenizer in the format of Hugging Face's tokenizers."""
-        vocabulary = [*CHARACTERS.values(), *(merge.replace(" ", "") for merge in self._merges), END_OF_TEXT]
-        return _to_json({word: i for i, word in enumerate(vocabulary)}, self._merges, self.end_of_text)
+        vocabulary = {word: i for i, word in enumerate([*self._words, END_OF_TEXT])}
+        return _to_json(vocabulary, self._merges, self.end_of_text)
 
 
 def identity(tokenizer) -> dict:
-    """What tells one tokenizer from another."""
+    """What tells one tokenizer from another: its name, its number of ids and a checksum of all of it."""
     content = json.dumps(tokenizer.to_json(), sort_keys=True).encode("utf-8")
     size = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     return size | {"sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _characters() -> dict[int, str]:
-    """The character by which GPT-2's files write each byte, in the order of their ids: bytes that print stand for
-    themselves, the other 68 for the characters from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-CHARACTERS = _characters()
-
-
-def _read_merges(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()[1:]  # the first line is a version
-    except FileNotFoundError:
-        raise Mistake(f"GPT-2's merges are missing ({path}). Restore the file from the repository.") from None
-
-
-def _ranks(merges: list[str]) -> dict[bytes, int]:
-    """The id of each byte string: the bytes in their order, then what each merge makes."""
-    as_byte = {character: byte for byte, character in CHARACTERS.items()}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(CHARACTERS)}
-    for merge in merges:
-        ranks[bytes(as_byte[character] for character in merge.replace(" ", ""))] = len(ranks)
-    return ranks
 
 
 def _to_json(vocabulary: dict[str, int], merges: list[str], end_of_text: int | None) -> dict:

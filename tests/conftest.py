@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-# Settings of torchrun, of the hub's library, of proxies and of matplotlib that the user's shell may have.
+# Settings of torchrun, the hub's library, proxies, matplotlib, Python and terminals that the user's shell may have.
 FOREIGN = "RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*|TORCHELASTIC_.*|HF_.*|.*_proxy|MPL.*|PYTHON(PATH|SAFEPATH|IOENCODING)"
+FOREIGN += "|COLUMNS|LINES"
 for variable in [name for name in os.environ if re.fullmatch(FOREIGN, name, re.IGNORECASE)]:
     del os.environ[variable]
 
@@ -43,3 +44,24 @@ def here(tmp_path, text_file, monkeypatch) -> Path:
     """A folder of its own to work in."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Training without its picture and its closing sample, which take most of a short run's time."""
+    import train
+
+    monkeypatch.setattr(train, "draw", lambda *arguments: None)
+    monkeypatch.setattr(train, "closing_sample", lambda *arguments: "")
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Starts scripts as processes: forks.start("train", "--steps", 8, cwd=folder)."""
+    from toys import Forks
+
+    if not hasattr(os, "fork"):
+        pytest.skip("forks, as POSIX does")
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.server.communicate()

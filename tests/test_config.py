@@ -1,4 +1,7 @@
+"""Settings: defaults, a TOML file, flags; what is wrong with them is said with the value and the remedy."""
+
 import dataclasses
+import re
 import tomllib
 
 import pytest
@@ -6,14 +9,15 @@ from toys import ROOT
 
 from gpt import ModelConfig
 from gpt.command_line import CommandLine
-from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
+from gpt.config import Mistake
+from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml, tokenizer_of
 
 
 def test_tiny_toml_writes_out_the_defaults():
-    given = tomllib.loads((ROOT / "configs" / "tiny.toml").read_text(encoding="utf-8"))
-    assert configure(given) == TrainConfig()
+    written = tomllib.loads((ROOT / "configs" / "tiny.toml").read_text(encoding="utf-8"))
+    assert configure(written) == TrainConfig()
     optional = {name for name, setting in SETTINGS.items() if setting.default is None}
-    assert set(given) == set(SETTINGS) - optional
+    assert set(written) == set(SETTINGS) - optional
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
@@ -33,66 +37,72 @@ def test_flat_and_configure_are_opposites():
     assert configure(flat(config)) == config and config.lr == 1.0 and type(config.lr) is float
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"n_layer": 3}, r"unknown setting \(n_layer\)\. Did you mean n_layers"),
-        ({"vocab_size": 300}, r"unknown setting \(vocab_size\)"),
-        ({"model": 3}, r"unknown setting \(model\)"),
-        ({"n_heads": 5}, r"n_heads must divide d_model \(5 heads, width 128\)\. Use 2, 4 or 8"),
-        ({"n_layers": 0}, r"n_layers is out of range \(0\)"),
-        ({"context_length": 0}, "context_length is out of range"),
-        ({"dropout": 1.0}, "dropout is out of range"),
-        ({"norm_eps": 0.0}, "norm_eps is out of range"),
-        ({"norm_eps": float("nan")}, "norm_eps is out of range"),
-        ({"lr": 0}, "lr is out of range"),
-        ({"lr": float("inf")}, "lr is out of range"),
-        (
-            {"lr": 1e-5, "min_lr": 1e-4},
-            r"min_lr is out of range \(0.0001\)\. It must be at least 0 and at most lr, 1e-05",
-        ),
-        ({"min_lr": -1.0}, "min_lr is out of range"),
-        ({"val_fraction": 1}, "val_fraction is out of range"),
-        ({"val_fraction": -0.1}, "val_fraction is out of range"),
-        ({"grad_clip": float("nan")}, "grad_clip is out of range"),
-        ({"beta2": 1.0}, "beta2 is out of range"),
-        ({"steps": 0}, "steps is out of range"),
-        ({"save_every": 0}, "save_every is out of range"),
-        ({"seed": -1}, "seed is out of range"),
-        ({"compile": "yes"}, "compile is out of range"),
-        ({"batch_size": 8, "micro_batch_size": 16}, r"must divide batch_size \(16 and 8\)\. Use 2, 4 or 8"),
-        ({"steps": 1.5}, r"steps has the wrong type \(1.5\)\. It must be a whole number"),
-        ({"steps": True}, "steps has the wrong type"),
-        ({"bias": 1}, "bias has the wrong type"),
-        ({"norm": ["pre"]}, "norm has the wrong type"),
-        ({"lr": 10**400}, "lr has the wrong type"),
-        ({"batch_size": 720720, "micro_batch_size": 17}, r"\(17 and 720720\)\. Use 15, 16 or 18\."),
-    ],
-)
-def test_what_a_user_can_get_wrong(settings, message):
-    with pytest.raises(ValueError, match=message):
+# The settings, and what the message says: the name, the value and the remedy.
+WRONG = [
+    ({"n_layer": 3}, r"\(n_layer\).*\bn_layers\b"),
+    ({"vocab_size": 300}, r"\(vocab_size\)"),
+    ({"model": 3}, r"\(model\)"),
+    ({"n_heads": 5}, r"n_heads.*\b5 .*128.*2, 4 or 8"),
+    ({"n_layers": 0}, r"n_layers.*\(0\)"),
+    ({"context_length": 0}, r"context_length.*\(0\)"),
+    ({"dropout": 1.0}, r"dropout.*\(1\.0\)"),
+    ({"norm_eps": 0.0}, r"norm_eps.*\(0\.0\)"),
+    ({"norm_eps": float("nan")}, r"norm_eps.*\(nan\)"),
+    ({"lr": 0}, r"\blr\b.*\(0\.0\)"),
+    ({"lr": float("inf")}, r"\blr\b.*\(inf\)"),
+    ({"lr": 1e-5, "min_lr": 1e-4}, r"min_lr.*\(0\.0001\).*\b1e-05"),
+    ({"min_lr": -1.0}, r"min_lr.*\(-1\.0\)"),
+    ({"val_fraction": 1}, r"val_fraction.*\(1\.0\)"),
+    ({"val_fraction": -0.1}, r"val_fraction.*\(-0\.1\)"),
+    ({"grad_clip": float("nan")}, r"grad_clip.*\(nan\)"),
+    ({"beta2": 1.0}, r"beta2.*\(1\.0\)"),
+    ({"steps": 0}, r"steps.*\(0\)"),
+    ({"save_every": 0}, r"save_every.*\(0\)"),
+    ({"seed": -1}, r"seed.*\(-1\)"),
+    ({"compile": "yes"}, r"compile.*\(yes\).*auto, on or off"),
+    ({"optimizer": "adam"}, r"optimizer.*\(adam\).*\badamw\b"),
+    ({"batch_size": 8, "micro_batch_size": 16}, r"micro_batch_size.*16 and 8\).*2, 4 or 8"),
+    ({"batch_size": 720720, "micro_batch_size": 17}, r"17 and 720720\).*15, 16 or 18"),
+    ({"steps": 1.5}, r"steps.*\(1\.5\).*whole number"),
+    ({"steps": True}, r"steps.*\(True\)"),
+    ({"bias": 1}, r"bias.*\(1\).*true or false"),
+    ({"norm": ["pre"]}, r"norm.*\['pre'\]"),
+    ({"lr": 10**400}, r"\blr\b.*1000"),
+]
+
+
+@pytest.mark.parametrize("settings, pattern", WRONG, ids=lambda value: str(value)[:30])
+def test_what_a_user_can_get_wrong(settings, pattern):
+    with pytest.raises(Mistake, match=pattern):
         configure(settings)
 
 
 def test_configurations_are_frozen_and_checked_at_construction():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ModelConfig().norm = "post"
-    with pytest.raises(ValueError, match="n_heads must divide"):
+    with pytest.raises(Mistake, match="n_heads.*d_model"):
         ModelConfig(d_model=10, n_heads=3)
 
 
-@pytest.mark.parametrize("content, message", [(b"steps = = 3", "not a TOML file"), (b"a = '\xff'", "not a TOML file")])
-def test_a_file_that_is_no_toml(tmp_path, content, message):
-    (tmp_path / "bad.toml").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("content", [b"steps = = 3", b"a = '\xff'", b"[model]\nn_layers = 3", b"[" * 100_000, None])
+def test_a_file_that_is_no_toml(tmp_path, content):
+    if content is not None:
+        (tmp_path / "bad.toml").write_bytes(content)
+    with pytest.raises(Mistake, match=r"bad\.toml"):
         read_toml(tmp_path / "bad.toml")
-    with pytest.raises(ValueError, match="cannot read the configuration"):
-        read_toml(tmp_path / "missing.toml")
 
 
 def test_a_toml_file_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.toml").write_text("\ufeffsteps = 3", encoding="utf-8")
     assert read_toml(tmp_path / "a.toml") == {"steps": 3}
+
+
+def test_the_tokenizer_of_weights_is_known_by_its_number_of_ids():
+    names = {50257: "gpt2", 50304: "gpt2", 256: "bytes"}
+    assert {size: tokenizer_of(ModelConfig(vocab_size=size)) for size in names} == names
+    for size, placement in ((40478, "post"), (50257, "post"), (50305, "pre"), (257, "pre")):
+        with pytest.raises(Mistake, match=rf"\({size:,} "):
+            tokenizer_of(ModelConfig(vocab_size=size, norm=placement))
 
 
 def parse(*argv):
@@ -102,10 +112,8 @@ def parse(*argv):
 
 
 def test_flags_are_the_fields_with_underscores_or_dashes():
-    given = parse(
-        "--n_layers", "6", "--n-heads=3", "--no-bias", "--final-norm", "--micro_batch_size=2", "--data", "a_b"
-    )
-    assert given == {
+    words = ["--n_layers", "6", "--n-heads=3", "--no-bias", "--final-norm", "--micro_batch_size=2", "--data", "a_b"]
+    assert parse(*words) == {
         "n_layers": 6, "n_heads": 3, "bias": False, "final_norm": True, "micro_batch_size": 2, "data": "a_b",
     }  # fmt: skip
     assert parse() == {}
@@ -113,20 +121,19 @@ def test_flags_are_the_fields_with_underscores_or_dashes():
 
 
 @pytest.mark.parametrize(
-    "argv, message",
+    "argv, pattern",
     [
-        (["--n-layer", "3"], "unknown flag (--n-layer). Did you mean --n-layers"),
-        (["--batchsize=4"], "unknown flag (--batchsize). Did you mean --batch-size"),
-        (["--top-k", "3"], "unknown flag (--top-k)"),
-        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--steps"], "argument --steps: expected one argument"),
-        (["pre"], "unexpected argument (pre)"),
-        (["--steps", "x"], "See --help."),
+        (["--n-layer", "3"], r"\(--n-layer\).*--n-layers\b"),
+        (["--batchsize=4"], r"\(--batchsize\).*--batch-size"),
+        (["--top-k", "3"], r"\(--top-k\)"),
+        (["--steps", "many"], "--steps.*'many'.*--help"),
+        (["--steps"], "--steps.*--help"),
+        (["pre"], r"\(pre\)"),
     ],
 )
-def test_a_bad_flag_is_one_line_and_status_2(argv, message, capsys):
+def test_a_bad_flag_is_one_line_and_status_2(argv, pattern, capsys):
     with pytest.raises(SystemExit) as exit:
         parse(*argv)
     out, err = capsys.readouterr()
     assert exit.value.code == 2 and out == "" and err.count("\n") == 1
-    assert err.startswith("error: ") and message in err
+    assert err.startswith("error: ") and re.search(pattern, err), err

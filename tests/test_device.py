@@ -1,11 +1,14 @@
+"""What is chosen on which machine, as pure data; compiling; the layout for sampling."""
+
 import pytest
 import torch
 from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS
-from gpt.layers import linear
+from gpt.config import Mistake
+from gpt.loss import NextToken
 from gpt.training import device as devices
-from gpt.training.device import Compute, Machine, choose
+from gpt.training.device import Compute, Machine, by_columns, choose, compiled, for_sampling
 from gpt.training.distributed import ALONE, World
 
 CPU, AMPERE, OLD, APPLE = Machine(), Machine(cuda=2, bfloat16=True), Machine(cuda=1), Machine(mps=True)
@@ -33,23 +36,22 @@ def test_what_is_chosen(device, dtype, compile, machine, expected):
 @pytest.mark.parametrize(
     "device, dtype, machine, message",
     [
-        ("cuda", "auto", CPU, r"the device is not there \(cuda; this machine has 0 CUDA GPUs\)\. Use --device auto"),
-        ("cuda:2", "auto", AMPERE, r"not there \(cuda:2; this machine has 2"),
-        ("mps", "auto", AMPERE, "not there"),
-        ("cuda", "auto", APPLE, "0 CUDA GPUs and an Apple GPU"),
-        ("gpu", "auto", AMPERE, r"unknown device \(gpu\)"),
-        ("cpu:1", "auto", CPU, "unknown device"),
-        ("cpu:", "auto", CPU, "unknown device"),
-        ("cuda:", "auto", AMPERE, "unknown device"),
-        ("cuda:01", "auto", AMPERE, "unknown device"),
-        ("cuda:x", "auto", AMPERE, "unknown device"),
-        ("cuda", "bfloat16", OLD, r"no such number format on cuda \(bfloat16\)\. Use auto, float16, float32"),
-        ("cpu", "float16", CPU, "no such number format on cpu"),
-        ("cpu", "fp32", CPU, "no such number format"),
+        ("cuda", "auto", CPU, r"\(cuda; .* 0 CUDA GPUs\).*--device auto"),
+        ("cuda:2", "auto", AMPERE, r"\(cuda:2; .* 2 CUDA GPUs\).*--device auto"),
+        ("mps", "auto", AMPERE, r"\(mps; .*--device auto"),
+        ("cuda", "auto", APPLE, "0 CUDA GPUs and an Apple GPU.*--device auto"),
+        *(
+            (device, "auto", AMPERE, rf"\({device}\)\. Use .*cuda:N")
+            for device in ("gpu", "cuda:", "cuda:01", "cuda:x")
+        ),
+        *((device, "auto", CPU, rf"\({device}\)\. Use .*cuda:N") for device in ("cpu:1", "cpu:")),
+        ("cuda", "bfloat16", OLD, r"cuda \(bfloat16\)\. Use auto, float16, float32"),
+        ("cpu", "float16", CPU, r"cpu \(float16\)\. Use auto, float32, bfloat16"),
+        ("cpu", "fp32", CPU, r"cpu \(fp32\)"),
     ],
 )
 def test_what_is_refused(device, dtype, machine, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(Mistake, match=message):
         choose(device, dtype, "off", machine)
 
 
@@ -60,9 +62,7 @@ def test_a_cpu_samples_in_float16_and_does_not_train_in_it():
 
 def test_the_scaler_is_on_for_float16_alone():
     for dtype in devices.DTYPES:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-            assert Compute("cuda", dtype, "off").scaler().is_enabled() == (dtype == "float16")
+        assert Compute("cpu", dtype, "off").scaler().is_enabled() == (dtype == "float16")
 
 
 def test_autocast_changes_matrix_products_on_the_cpu_and_nothing_kept():
@@ -83,36 +83,34 @@ def test_the_cpu_asks_cuda_nothing(monkeypatch):
     assert choose("cpu", "auto", "auto", devices.look("cpu")) == Compute("cpu", "float32", "off")
 
 
-def fails_when_made(model):
+def fails_when_made(net):
     raise RuntimeError("no compiler here\nand more")
 
 
-def fails_when_called(model):
-    return lambda tokens, targets: fails_when_made(model)
+def fails_when_called(net):
+    return lambda tokens: fails_when_made(net)
 
 
 @pytest.mark.parametrize("fault", [fails_when_made, fails_when_called])
-def test_a_compiler_that_fails_is_a_warning_or_an_error(monkeypatch, fault):
+def test_a_compiler_that_fails_is_a_warning_or_a_mistake(monkeypatch, fault):
     monkeypatch.setattr(torch, "compile", fault)
-    model, tokens = toy_model(), toy_tokens()
-    net, warning = devices.compiled(model, tokens, Compute("cpu", "float32", "auto"))
-    assert net is model and warning == "warning: torch.compile failed (no compiler here). Going on without it."
-    with pytest.raises(ValueError, match=r"torch.compile failed \(no compiler here\)\. Use --compile off"):
-        devices.compiled(model, tokens, Compute("cpu", "float32", "on"))
-    assert devices.compiled(model, tokens, Compute("cpu", "float32", "off")) == (model, None)
+    net, tokens = NextToken(toy_model()), toy_tokens()
+    eager, warning = compiled(net, tokens, Compute("cpu", "float32", "auto"))
+    assert eager is net and warning.startswith("warning: ") and "(no compiler here)" in warning
+    with pytest.raises(Mistake, match=r"\(no compiler here\).*--compile off"):
+        compiled(net, tokens, Compute("cpu", "float32", "on"))
+    assert compiled(net, tokens, Compute("cpu", "float32", "off")) == (net, None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # the compiler's own
 def test_compiling_leaves_no_gradient_and_no_prefix(monkeypatch):
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="eager"))
-    model, tokens = toy_model(), toy_tokens()
-    net, warning = devices.compiled(model, tokens, Compute("cpu", "float32", "on"))
-    assert warning is None and net is not model and torch.equal(net(tokens), model(tokens))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    assert torch.equal(net(inputs, targets), model(inputs, targets))
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(name.startswith("_orig_mod") for name in model.state_dict())
+    monkeypatch.setattr(torch, "compile", lambda net: compile(net, backend="eager"))
+    net, tokens = NextToken(toy_model()), toy_tokens()
+    fast, warning = compiled(net, tokens, Compute("cpu", "float32", "on"))
+    assert warning is None and fast is not net and torch.equal(fast(tokens), net(tokens))
+    assert all(p.grad is None for p in net.parameters())
+    assert net.model.state_dict().keys() == toy_model().state_dict().keys()
 
 
 def processes(local_rank, size, local_size=None):
@@ -137,45 +135,44 @@ def test_each_process_has_a_gpu_of_its_own(device, machine, world, expected):
 @pytest.mark.parametrize(
     "device, machine, message",
     [
-        ("cuda:1", AMPERE, r"several processes cannot share a GPU \(cuda:1\)\. Use --device auto, cpu or cuda"),
-        ("mps", APPLE, r"several processes cannot share a GPU \(mps\)"),
-        ("auto", AMPERE, r"more processes than GPUs \(3 on this machine, 2 GPUs\)\. Use --nproc_per_node 2"),
+        ("cuda:1", AMPERE, r"\(cuda:1\).*--device auto, cpu or cuda"),
+        ("mps", APPLE, r"\(mps\).*--device auto, cpu or cuda"),
+        ("auto", AMPERE, r"\(3 on this machine, 2 GPUs\).*--nproc_per_node 2"),
     ],
 )
 def test_processes_that_would_share_a_gpu_are_refused(device, machine, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(Mistake, match=message):
         choose(device, "auto", "auto", machine, processes(0, 3))
 
 
-@pytest.mark.parametrize("norm", BLOCKS)
-def test_a_model_made_ready_for_sampling_is_the_same_and_as_large(norm):
-    model, tokens = toy_model(norm=norm), toy_tokens()
+@pytest.mark.parametrize("placement", BLOCKS)
+def test_a_model_made_ready_for_sampling_is_the_same_and_as_large(placement):
+    model, tokens = toy_model(norm=placement), toy_tokens()
     expected, shapes = model(tokens), {name: tensor.shape for name, tensor in model.state_dict().items()}
-    ready = devices.for_sampling(model, Compute("cpu", "float32", "off"))
+    ready = for_sampling(model, Compute("cpu", "float32", "off"))
     assert ready is model and torch.allclose(model(tokens), expected, atol=1e-5)
-    assert torch.allclose(model(tokens[:1, :5]), expected[:1, :5], atol=1e-5)
+    for few in (tokens[:1, :1], tokens[:1, :2], tokens[:1, :3]):  # few rows go another way
+        assert torch.allclose(model(few), expected[:1, : few.size(1)], atol=1e-5)
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
-    by_columns = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    assert model.blocks[0].mlp.up.weight.is_contiguous() != by_columns
-    half = devices.for_sampling(model, Compute("cpu", "bfloat16", "off"))(tokens)
+    half = for_sampling(model, Compute("cpu", "bfloat16", "off"))(tokens)
     assert half.dtype == torch.bfloat16 and torch.allclose(half.float(), expected, atol=0.3)
 
 
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.05)])
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_product_by_columns_is_the_product(dtype, tolerance, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    called, bag = [], torch.nn.functional.embedding_bag
-    monkeypatch.setattr(torch.nn.functional, "embedding_bag", lambda *a, **k: called.append(1) or bag(*a, **k))
-    generator = torch.Generator().manual_seed(0)
+def test_a_product_by_columns_is_the_product(dtype, tolerance, threads):
     dtype = getattr(torch, dtype)
     for shape in ((0, 1, 6), (1, 1, 6), (1, 2, 7), (2, 1, 6), (3, 1, 6), (1, 7, 6)):
-        x = torch.randn(shape, generator=generator).to(dtype)
-        weight = torch.randn(5, shape[-1], generator=generator).to(dtype)
-        for bias in (None, torch.randn(5, generator=generator).to(dtype)):
-            expected = torch.nn.functional.linear(x, weight, bias)
-            called.clear()
-            got = linear(x, weight.t().contiguous().t(), bias)
-            assert len(called) == (1 <= x.numel() // x.size(-1) <= 2)  # else torch's own product
-            assert got.shape == expected.shape and torch.allclose(got, expected, atol=tolerance, rtol=tolerance)
+        x, weight, bias = (torch.randn(size).to(dtype) for size in (shape, (5, shape[-1]), (5,)))
+        for b in (None, bias):
+            expected, product = x @ weight.t() + (0 if b is None else b), by_columns(x, weight.t().contiguous().t(), b)
+            assert product.shape == expected.shape
+            assert torch.allclose(product, expected, atol=tolerance, rtol=tolerance)

@@ -6,303 +6,238 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import IMPORTS, ROOT, TOY_RUN, as_flags, call, python, toy_config, toy_model, toy_tokens
+from toys import ROOT, TOY_RUN, as_flags, call, records, toy_config, toy_model, toy_tokens
 
 import train
 from gpt import BLOCKS
-from gpt.loss import next_token_loss
+from gpt.config import Mistake
+from gpt.loss import NextToken
 from gpt.training import checkpoint, device, distributed
 from gpt.training.device import Compute
 from gpt.training.distributed import ALONE, World, world
 
 pytestmark = pytest.mark.skipif(os.name == "nt" or not torch.distributed.is_available(), reason="forks, with gloo")
-STEPS = 4
-SETTINGS = {"steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "batch_size": 8, "val_fraction": 0.05, "eval_every": 1}
-SETTINGS |= {"probe_every": 2, "adam_eps": 1e-3}  # large, or else Adam makes much of rounding where gradients are tiny
-
-# Forks for each process of each job, as torchrun would start them.
-FORKS = (
-    IMPORTS
-    + """
-import torch.distributed.fsdp, torch.distributed.checkpoint.state_dict
-train.closing_sample = lambda run, config: ""  # takes as long as all the rest
-
-def start(rank, n, port, name, arguments):
-    pid = os.fork()
-    if pid:
-        return pid
-    for number, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{name}-{rank}.{stream}", os.O_CREAT | os.O_WRONLY), number)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {
-        key: str(value) for key, value in
-        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}.items()
-    }
-    status, largest = 1, gpt.training.distributed.World.largest
-
-    def asked_then(self, value):
-        found = largest(self, value)
-        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return found
-
-    try:
-        if name == "late" and rank == 1:  # the signal comes when the processes have just agreed to go on
-            gpt.training.distributed.World.largest = asked_then
-        train.main(arguments)
-    except SystemExit as exit:
-        status = exit.code or 0
-    except BaseException as error:
-        print(repr(error), file=sys.stderr)
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(status)
-
-results = {}
-for name, (n, arguments, event) in json.loads(sys.argv[1]).items():
-    import socket
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = arguments if isinstance(arguments[0], list) else [arguments] * n
-    pids = [start(rank, n, port, name, own[rank]) for rank in range(n)]
-    if event:
-        folder, rank, signum = event
-        while not os.path.exists(f"{folder}/last"):
-            time.sleep(0.01)
-        os.kill(pids[rank], signum)
-    started = time.monotonic()
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    results[name] = [statuses, time.monotonic() - started]
-print(json.dumps(results))
-"""
-)
+STEPS = 3
+SETTINGS = {"steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "batch_size": 8, "eval_every": 2, "probe_every": 2}
+SETTINGS |= {"adam_eps": 1e-3}  # large, or else Adam makes much of rounding where gradients are tiny
 
 
 def flags(**settings) -> list[str]:
-    return as_flags(TOY_RUN | SETTINGS | settings)
+    return as_flags(TOY_RUN | SETTINGS | {"data": "text.txt"} | settings)
 
 
-def said(folder, name, rank, stream) -> str:
-    return (folder / f"{name}-{rank}.{stream}").read_text("utf-8")
+# Sends this process SIGTERM when all have just agreed to go on.
+LATE = """
+from gpt.training.distributed import World
+
+def largest(self, value, largest=World.largest):
+    agreed = largest(self, value)
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return agreed
+
+World.largest = largest
+"""
 
 
-def records(run, file="metrics.jsonl") -> list[dict]:
-    lines = [json.loads(line) for line in (run / file).read_text("utf-8").splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Jobs:
+    """Jobs of several processes, as torchrun would start them, in one folder."""
+
+    def __init__(self, folder, forks):
+        self.folder, self.forks = folder, forks
+        forks.ask("import torch.distributed.fsdp, torch.distributed.checkpoint.state_dict")
+
+    def start(self, *commands, preludes=None):
+        """One process for each command's words."""
+        size, port = len(commands), free_port()
+        return [
+            self.forks.start(
+                "train", *words, cwd=self.folder, prelude=(preludes or {}).get(rank, ""),
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            )
+            for rank, words in enumerate(commands)
+        ]  # fmt: skip
+
+    def run(self, count, out, **settings):
+        """A job of `count` processes that all take these settings, ended well: only the first speaks."""
+        processes = self.start(*[flags(out=out, **settings)] * count)
+        for rank, process in enumerate(processes):
+            assert process.wait() == 0, process.err
+            assert rank == 0 or process.out == "" == process.err
+        return processes[0]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, forks):
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "text.txt").write_text("".join(f"{i}: norm {i * 7919 % 101}\n" for i in range(400)), encoding="utf-8")
+    return Jobs(folder, forks)
 
 
 def assert_close(one, other):
     """Two runs that differ by rounding: everything they wrote down, and all tensors of their last checkpoints."""
     for file in ("metrics.jsonl", "probe.jsonl"):
-        mine, theirs = records(one, file), records(other, file)
-        assert [record["step"] for record in mine] == [record["step"] for record in theirs]
-        for a, b in zip(mine, theirs):
-            assert a.keys() == b.keys()
+        pairs = list(zip(records(one, file), records(other, file), strict=True))
+        for a, b in pairs:
+            assert a.keys() == b.keys() and a["step"] == b["step"]
             assert all(a[key] == pytest.approx(b[key], rel=2e-4, abs=1e-6) for key in a), (a, b)
-        if file == "metrics.jsonl":
-            assert max(abs(a["loss"] - b["loss"]) for a, b in zip(mine, theirs)) < 1e-5
+        assert file == "probe.jsonl" or max(abs(a["loss"] - b["loss"]) for a, b in pairs) < 1e-5
     for name in ("model.safetensors", "optimizer.safetensors"):
-        mine, theirs = (load_file(checkpoint.find(run, "last") / name) for run in (one, other))
-        assert mine.keys() == theirs.keys()
-        for key in mine:
-            assert torch.allclose(mine[key], theirs[key], atol=1e-5), (name, key)
+        tensors, others = (load_file(checkpoint.find(run, "last") / name) for run in (one, other))
+        assert tensors.keys() == others.keys()
+        for key in tensors:
+            assert torch.allclose(tensors[key], others[key], atol=1e-5), (name, key)
 
 
-EQUAL = [*((norm, norm + "2") for norm in BLOCKS), *((norm, norm + "2s") for norm in ("pre", "post", "rezero"))]
-EQUAL += [("pre", "pre4"), ("adamw", "adamw2s"), ("pre", "resumed")]
-MISTAKES = {
-    "rows": ({"batch_size": 7}, "batch_size must be a multiple of the 2 processes (7). Use 6 or 8."),
-    "few": ({"batch_size": 1}, "batch_size must be a multiple of the 2 processes (1). Use 2."),
-    "micro": ({"micro_batch_size": 8}, "micro_batch_size must divide batch_size / 2 (8 and 4). Use 1, 2 or 4."),
-    "missing": ({"data": "nowhere.txt"}, "no corpus of that name and no such file"),
-    "float16": ({"dtype": "float16"}, "no such number format on cpu (float16)"),
-    "there": ({}, "the output folder is not a run"),
-}
+@pytest.mark.parametrize("placement", BLOCKS)
+def test_the_result_does_not_depend_on_the_number_of_processes(jobs, placement):
+    """Replicas and, of those that differ in what is to be sharded, shards."""
+    jobs.run(1, placement, norm=placement)
+    jobs.run(2, placement + "2", norm=placement)
+    assert_close(jobs.folder / placement, jobs.folder / f"{placement}2")
+    if placement in ("pre", "post", "rezero"):
+        first = jobs.run(2, placement + "2s", norm=placement, shard=True)
+        assert "2 processes, shards; cpu" in first.out and first.err == ""
+        assert_close(jobs.folder / placement, jobs.folder / f"{placement}2s")
 
 
-def planned(data):
-    """All jobs of this file that need no launcher."""
+def test_nor_does_it_on_the_optimizer_and_on_micro_batches(jobs):
+    jobs.run(1, "adamw", optimizer="adamw")
+    jobs.run(2, "adamw2s", optimizer="adamw", shard=True, micro_batch_size=2)
+    assert_close(jobs.folder / "adamw", jobs.folder / "adamw2s")
 
-    def job(n, out, event=None, **settings):
-        return n, flags(**{"data": data, "out": out} | settings), event
 
-    for norm in BLOCKS:
-        yield norm, job(1, norm, norm=norm)
-        yield norm + "2", job(2, norm + "2", norm=norm)
-    for norm in ("pre", "post", "rezero"):
-        yield norm + "2s", job(2, norm + "2s", norm=norm, shard=True)
-    yield "pre4", job(4, "pre4", micro_batch_size=1)
-    yield "adamw", job(1, "adamw", optimizer="adamw")
-    yield "adamw2s", job(2, "adamw2s", optimizer="adamw", shard=True, micro_batch_size=2)
-    again = ["--resume", "--out", "resumed", "--steps"]
-    yield "resumed-a", job(2, "resumed", steps=1, shard=True)
-    yield "resumed-b", (1, [*again, "3"], None)
-    yield "resumed", (4, [*again, str(STEPS), "--no-shard"], None)
-    for name, n in (("dropout", 1), ("dropout2", 2), ("dropout2-again", 2)):
-        yield name, job(n, name, dropout=0.3)
-    for n in (1, 2):
-        yield f"one-letter{n}", job(n, f"one-letter{n}", data="same.txt", batch_size=n, dropout=0.3, steps=1)
-    for name, (settings, _) in MISTAKES.items():
-        yield name, job(2, name, **settings)
-    yield "differ", (2, [flags(data=data, out="differ", seed=seed) for seed in (1, 2)], None)
-    yield "diverged", job(2, "diverged", norm="none", lr=1e30, warmup_steps=0)
-    yield "late", job(2, "late", steps=10**6)
-    for name, signum in (("asked", signal.SIGTERM), ("killed", signal.SIGKILL)):
-        yield name, job(2, name, (name, 1, signum), steps=10**6, save_every=1)
-    asked = flags(data=data, out="asked", steps=10**6, save_every=1)
-    yield "resume-differs", (2, [[*asked, "--resume", "auto"], [*asked, "--overwrite"]], None)
+def test_a_run_goes_on_with_another_number_of_processes(jobs):
+    """Begun on two, resumed on one and then on four."""
+    settings = {"micro_batch_size": 1, "warmup_steps": 0, "eval_every": 1}
+    jobs.run(1, "alone", **settings)
+    jobs.run(2, "resumed", steps=1, shard=True, **settings)
+    (one,) = jobs.start(["--resume", "--out", "resumed", "--steps", "2"])
+    assert one.wait() == 0 and one.err.startswith("warning: ") and one.err.count("\n") == 1
+    assert "(1 process)" in one.err and "torchrun" in one.err  # nothing is sharded
+    first, *_ = four = jobs.start(*[["--resume", "--out", "resumed", "--steps", str(STEPS), "--no-shard"]] * 4)
+    assert [process.wait() for process in four] == [0] * 4 and "4 processes, replicas; cpu" in first.out
+    assert_close(jobs.folder / "alone", jobs.folder / "resumed")
+
+
+def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(jobs):
+    """Before the processes have met; when all have; of the first, which alone makes the folder."""
+    (jobs.folder / "foreign").mkdir()
+    (jobs.folder / "foreign" / "x").touch()
+    for settings, words in (
+        ({"batch_size": 7, "out": "r"}, ["(7)", "6 or 8"]),
+        ({"data": "nowhere.txt", "out": "r"}, ["nowhere.txt"]),
+        ({"out": "foreign"}, ["foreign)", "--out"]),
+    ):
+        for process in jobs.start(*[flags(**settings)] * 2):
+            assert process.wait() == 2 and process.err.startswith("error: ") and process.err.count("\n") == 1
+            assert all(word in process.err for word in words), process.err
+    assert not (jobs.folder / "r").exists() and os.listdir(jobs.folder / "foreign") == ["x"]
+
+
+def test_a_loss_that_is_not_finite_ends_all(jobs):
+    for process in jobs.start(*[flags(out="diverged", norm="none", lr=1e30, warmup_steps=0)] * 2):
+        assert process.wait() == 1 and process.err.startswith("error: ") and "--lr" in process.err
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_that_one_process_is_asked_for_is_one_of_all(jobs, late):
+    """Also if it is asked when all have just agreed to go on."""
+    out = f"stopped-{late}"
+    first, second = jobs.start(*[flags(out=out, steps=10**6, save_every=1)] * 2, preludes={1: LATE} if late else {})
+    if not late:
+        second.wait(until=(jobs.folder / out / "last").exists)
+        os.kill(second.pid, signal.SIGTERM)
+    assert [first.wait(), second.wait()] == [128 + signal.SIGTERM] * 2, first.err + second.err
+    assert f"torchrun --nproc_per_node 2 train.py --resume --out {out}" in first.out and second.out == ""
+    steps = [record["step"] for record in records(jobs.folder / out)]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert checkpoint.read_state(checkpoint.find(jobs.folder / out, "last"))[0]["step"] == steps[-1]
+
+
+def test_processes_that_differ_are_refused(jobs):
+    """In a setting, or in whether they go on with a run or delete it."""
+    jobs.run(1, "there", steps=1, warmup_steps=0)
+    there = flags(out="there", warmup_steps=0)
+    for commands in (
+        [flags(out="new", seed=1), flags(out="new", seed=2)],
+        [[*there, "--resume", "auto"], [*there, "--overwrite"]],
+    ):
+        first, second = jobs.start(*commands)
+        assert first.wait() and second.wait() == 2 and f"({jobs.folder / 'text.txt'})" in second.err, second.err
+    assert not (jobs.folder / "new").exists() and (jobs.folder / "there" / "last").exists()
+
+
+def test_a_process_that_is_lost_is_noticed(jobs):
+    first, second = jobs.start(*[flags(out="killed", steps=10**6, save_every=1)] * 2)
+    second.wait(until=(jobs.folder / "killed" / "last").exists)
+    assert second.kill(signal.SIGKILL) == -signal.SIGKILL and first.wait() == 1
+    assert first.err.startswith("error: another process of this job") and first.err.count("\n") == 1, first.err
+    steps = [record["step"] for record in records(jobs.folder / "killed")]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert checkpoint.load_model(jobs.folder / "killed").config.n_layers == 2
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """The folder of all jobs, and (statuses, seconds) of each. Started by one process, since most of the time of a job
-    goes to imports."""
-    folder = tmp_path_factory.mktemp("jobs")
-    (folder / "text.txt").write_text("".join(f"{i}: norm {i * 7919 % 101}\n" for i in range(400)), encoding="utf-8")
-    (folder / "same.txt").write_text("a" * 2000, encoding="utf-8")
-    (folder / "there").mkdir()
-    (folder / "there" / "x").touch()
-    result = python(
-        "-c", FORKS, json.dumps(dict(planned("text.txt"))), cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return folder, json.loads(result.stdout)
+def torchrun(forks):
+    """Start one of torchrun's agents: torchrun(words, cwd=folder)."""
+    forks.ask("import torch.distributed.run")
+    return lambda words, **how: forks.start("torch.distributed.run", *words, **how)
 
 
-@pytest.mark.parametrize("one, other", EQUAL, ids=[other for _, other in EQUAL])
-def test_the_result_does_not_depend_on_the_number_of_processes(done, one, other):
-    """Replicas and shards, with micro-batches, begun on two, resumed on one and then on four; one process speaks."""
-    folder, results = done
-    for name, (statuses, _) in results.items():
-        if name.startswith(other):
-            assert not any(statuses), [said(folder, name, rank, "err") for rank in range(len(statuses))]
-            for rank in range(1, len(statuses)):
-                assert said(folder, name, rank, "out") == "" == said(folder, name, rank, "err")
-    assert_close(folder / one, folder / other)
-
-
-def test_what_is_said_about_processes(done):
-    folder, _ = done
-    assert "device  2 processes, shards; cpu" in said(folder, "pre2s", 0, "out")
-    assert "device  4 processes, replicas; cpu" in said(folder, "pre4", 0, "out")
-    assert said(folder, "pre2s", 0, "err") == said(folder, "pre4", 0, "err") == ""
-    expected = "warning: nothing is sharded (1 process). Start several: torchrun --nproc_per_node N train.py ...\n"
-    assert said(folder, "resumed-b", 0, "err") == expected
-
-
-def test_dropout_differs_between_processes_and_repeats(done):
-    folder, _ = done
-    one, two, again = (records(folder / name) for name in ("dropout", "dropout2", "dropout2-again"))
-    assert two == again != one
-    alone, mean = (records(folder / f"one-letter{n}")[0]["loss"] for n in (1, 2))  # of rows that are all the same
-    assert abs(alone - mean) > 1e-5
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(done, name):
-    folder, results = done
-    assert results[name][0] == [2, 2] and results[name][1] < 20 and not (folder / name / "config.json").exists()
-    for rank in range(2):
-        err = said(folder, name, rank, "err")
-        assert err.startswith("error: ") and err.count("\n") == 1 and MISTAKES[name][1] in err, err
-
-
-@pytest.mark.parametrize("name", ["differ", "resume-differs"])
-def test_processes_that_differ_are_refused(done, name):
-    folder, results = done
-    assert results[name][0][1] == 2 and "the processes differ" in said(folder, name, 1, "err")
-    assert not (folder / "differ").exists() and (folder / "asked" / "last").exists()
-
-
-def test_a_loss_that_is_not_finite_ends_all(done):
-    folder, results = done
-    assert results["diverged"][0] == [1, 1]
-    assert all("the run diverged" in said(folder, "diverged", rank, "err") for rank in range(2))
-
-
-@pytest.mark.parametrize("name", ["asked", "late"])
-def test_a_stop_that_one_process_is_asked_for_is_one_of_all(done, name):
-    folder, results = done
-    assert results[name][0] == [128 + signal.SIGTERM] * 2, said(folder, name, 1, "err")
-    assert "stopped at step" in said(folder, name, 0, "out") and said(folder, name, 1, "out") == ""
-
-
-def test_a_process_that_is_lost_is_noticed(done):
-    folder, results = done
-    assert results["killed"][0] == [1, -signal.SIGKILL] and results["killed"][1] < 30
-    err = said(folder, "killed", 0, "err")
-    assert err.startswith("error: another process of this job is gone (") and err.count("\n") == 1, err
-
-
-@pytest.mark.parametrize("run", ["asked", "killed"])
-def test_what_ends_early_has_each_step_once_and_a_checkpoint(done, run):
-    folder, _ = done
-    steps = [record["step"] for record in records(folder / run)]
-    assert steps == list(range(1, len(steps) + 1))
-    assert checkpoint.load_model(folder / run).config.n_layers == 2
-
-
-def torchrun(*arguments) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
-
-
-def test_two_machines_go_on_by_themselves_when_one_loses_its_process(tmp_path, text_file):
-    """Two of torchrun's agents, with the command of docs/bigger.md. The last words of a job that fails are its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_two_machines_go_on_by_themselves_when_one_loses_its_process(here, torchrun):
+    """Two agents, with the command of docs/bigger.md."""
     (line,) = re.findall(r"^TORCH_.*--nnodes 2.*$", (ROOT / "docs" / "bigger.md").read_text("utf-8"), re.M)
-    line = line.replace("--nproc_per_node 8", "--nproc_per_node 1").replace("HOST:29500", f"127.0.0.1:{port}")
+    line = line.replace("--nproc_per_node 8", "--nproc_per_node 1").replace("HOST:29500", f"127.0.0.1:{free_port()}")
     setting, program, *words = line.replace(" train.py configs/gpt2.toml", f" {ROOT / 'train.py'}").split()
-    environment = os.environ | dict([setting.split("=")])
     assert program == "torchrun" and words[-4:] == ["--out", "runs/big", "--resume", "auto"]
-    settings = {"steps": 300, "save_every": 10, "log_every": 10, "eval_every": 200, "probe_every": 1000}
-    command = torchrun(*words, *flags(data=text_file, out="r", **settings))
-    agents = []
-    for number in range(2):
-        with open(tmp_path / f"{number}.log", "w", encoding="utf-8") as log:
-            agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, env=environment))
+    words += flags(out="r", steps=100, save_every=10, log_every=10, eval_every=100, probe_every=1000)
+    agents = [torchrun(words, cwd=here, **dict([setting.split("=")])) for _ in range(2)]
     try:
-        while not (tmp_path / "r" / "last").exists() or int((tmp_path / "r" / "last").read_text("utf-8")) < 50:
-            assert all(agent.poll() is None for agent in agents)
-            time.sleep(0.05)
+        saved = here / "r" / "last"
+        ended = agents[1].wait(until=lambda: saved.exists() and int(saved.read_text("utf-8") or 0) >= 20)
+        assert ended is None, agents[1].err
         worker = subprocess.run(["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(worker[0]), signal.SIGKILL)
-        assert [agent.wait(timeout=90) for agent in agents] == [0, 0]
+        assert [agent.wait() for agent in agents] == [0, 0], agents[0].err
     finally:
         for agent in agents:
-            agent.terminate()
-            agent.wait(timeout=60)
-    logs = [(tmp_path / f"{number}.log").read_text("utf-8") for number in range(2)]
-    begun = [int(step.replace(",", "")) for log in logs for step in re.findall(r"steps +([\d,]+) of 300 done", log)]
-    assert sorted(begun)[0] == 0 and 50 <= sorted(begun)[1] < 300 and len(begun) == 2
-    assert [record["step"] for record in records(tmp_path / "r")] == [1, *range(10, 301, 10)]
+            if agent.poll() is None:
+                agent.kill(signal.SIGTERM)
+    begun = [int(step) for agent in agents for step in re.findall(r"steps +(\d+) of 100 done", agent.out)]
+    assert sorted(begun)[0] == 0 and 20 <= sorted(begun)[1] < 100 and len(begun) == 2
+    assert [record["step"] for record in records(here / "r")] == [1, *range(10, 101, 10)]
 
 
-def test_the_last_words_of_a_job_are_those_of_the_process_that_failed(tmp_path, text_file):
-    command = torchrun("--standalone", "--nproc_per_node", 2, ROOT / "train.py")
-    command += flags(data=text_file, out="r", norm="none", lr=1e30, warmup_steps=0)
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1 and "the run diverged (step" in result.stderr.partition("Root Cause")[2]
+def test_the_last_words_of_a_job_are_those_of_the_process_that_failed(here, torchrun):
+    agent = torchrun(["--nproc_per_node", 1, "--master-port", free_port(), ROOT / "train.py", "--steps", 0], cwd=here)
+    assert agent.wait() == 1 and "steps is out of range (0)" in agent.err.partition("Root Cause")[2]
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # on a stream that is captured
-def test_torchrun_is_told_of_a_mistake(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    status, _, err = call(train, "--steps", 0, capsys=capsys)
-    assert status == 2 and "steps is out of range (0)" in err
-    assert "steps is out of range (0)" in json.loads((tmp_path / "error.json").read_text("utf-8"))["message"]["message"]
+@pytest.mark.parametrize("mistake, value", [(["--steps", 0], "(0)"), (["--norm", "none", "--lr", 1e30], "nan")])
+def test_torchrun_is_told_of_mistakes_and_of_failures(here, monkeypatch, capsys, mistake, value):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(here / "error.json"))
+    status, _, err = call(train, *flags(warmup_steps=0), *mistake, capsys=capsys)
+    assert status in (1, 2) and value in err
+    assert value in json.loads((here / "error.json").read_text("utf-8"))["message"]["message"]
 
 
 def test_shards_want_a_format_without_a_scaler(monkeypatch):
     monkeypatch.setattr(distributed, "world", lambda: World(size=2, local_size=2))
     monkeypatch.setattr(device, "choose", lambda *arguments: Compute("cuda", "float16", "off"))
-    with pytest.raises(ValueError, match=r"--shard works in bfloat16 or float32 \(float16\)\. Give --dtype float32"):
+    with pytest.raises(Mistake, match=r"--shard .*\(float16\).*--dtype float32"):
         train.train(toy_config(shard=True))
 
 
@@ -318,7 +253,7 @@ def test_the_environment_of_torchrun_is_read(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
         assert world() == World(rank=5, size=8, local_rank=1, local_size=4)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(ValueError, match=r"\(--max-restarts 3\)\. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(Mistake, match=r"\(--max-restarts 3\).*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         world()
 
 
@@ -328,6 +263,15 @@ def test_the_environment_of_torchrun_is_read(monkeypatch):
 def test_the_rows_of_a_forward_pass(batch_size, micro, processes, expected):
     config = toy_config(batch_size=batch_size, micro_batch_size=micro)
     assert config.micro_size(processes) == expected
+
+
+@pytest.mark.parametrize(
+    "batch_size, micro, message",
+    [(7, None, r"2 processes \(7\).* 6 or 8"), (1, None, r"2 processes \(1\).* 2"), (8, 8, r"\(8 and 4\).* 1, 2 or 4")],
+)
+def test_rows_that_cannot_be_shared_out(batch_size, micro, message):
+    with pytest.raises(Mistake, match=message):
+        toy_config(batch_size=batch_size, micro_batch_size=micro).micro_size(2)
 
 
 @pytest.fixture
@@ -348,15 +292,16 @@ def test_gradients_are_exchanged_with_the_last_micro_batch_alone(group):
         return future
 
     model, tokens = toy_model(), toy_tokens()
-    net = distributed.replicated(model, "cpu")
+    net = distributed.replicated(NextToken(model), "cpu")
     net.register_comm_hook(None, count)
     for number in range(3):
-        with distributed.exchanging(net, number == 2):
-            next_token_loss(net(tokens[:, :-1]), tokens[:, 1:]).backward()
+        with distributed.exchanging(model, net, last=number == 2):
+            net(tokens).backward()
     assert set(exchanges) == {2}
     model = toy_model()
     distributed.shard(model)
+    net = NextToken(model)
     for number in range(3):
-        with distributed.exchanging(model, number == 2):
-            next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        with distributed.exchanging(model, net, last=number == 2):
+            net(tokens).backward()
         assert all((p.grad is not None) == (number == 2) for p in model.parameters())

@@ -1,3 +1,5 @@
+"""The hand-written norms: their values and gradients are the library's, in every number format and for every row."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,10 +49,10 @@ def test_layer_norm_and_its_gradients_are_the_librarys(dtype, tolerance, shape, 
     norm = random_norm(shape[-1], dtype, bias)
     ours, library = both(torch.randn(shape).to(dtype) * 3 + 1, norm, torch.randn(shape).to(dtype))
     assert len(ours) == len(library) == (4 if bias else 3)
-    for mine, theirs in zip(ours, library):
-        assert mine.dtype == dtype and mine.shape == theirs.shape
-        scale = theirs.abs().max().clamp(min=1)
-        assert (mine.double() - theirs).abs().max() <= tolerance * scale
+    for tensor, expected in zip(ours, library):
+        assert tensor.dtype == dtype and tensor.shape == expected.shape
+        scale = expected.abs().max().clamp(min=1)
+        assert (tensor.double() - expected).abs().max() <= tolerance * scale
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -66,8 +68,8 @@ def test_rows_of_little_variance(variance):
     norm = random_norm(64, torch.float32)
     x = torch.randn(4, 64) * variance**0.5
     ours, library = both(x, norm, torch.randn(4, 64))
-    for mine, theirs in zip(ours, library):
-        assert torch.allclose(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    for tensor, expected in zip(ours, library):
+        assert torch.allclose(tensor.double(), expected, rtol=1e-5, atol=1e-5)
     if variance == 0:
         assert torch.equal(ours[0], norm.bias.detach().expand(4, 64))
 
@@ -101,7 +103,7 @@ def test_the_backward_is_exact_under_autocast_too():
 def test_half_precision_input_with_float32_parameters():
     x = torch.randn(4, 16).bfloat16()
     y = LayerNorm(16)(x)
-    assert y.dtype == torch.bfloat16
+    assert y.dtype == torch.bfloat16 and torch.allclose(y.float(), F.layer_norm(x.float(), (16,)), atol=0.02)
 
 
 def test_any_strides_and_an_expanded_gradient():
@@ -133,8 +135,8 @@ def test_rms_norm_is_the_librarys():
     torch.nn.init.normal_(norm.weight)
     expected = F.rms_norm(x, (64,), norm.weight, eps=1e-3)
     assert torch.allclose(norm(x), expected, atol=1e-12) and norm(x.half()).dtype == torch.float16
-    ours, theirs = (torch.autograd.grad(y.square().sum(), [x, norm.weight]) for y in (norm(x), expected))
-    assert all(torch.allclose(mine, other, atol=1e-10) for mine, other in zip(ours, theirs))
+    ours, library = (torch.autograd.grad(y.square().sum(), [x, norm.weight]) for y in (norm(x), expected))
+    assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(ours, library))
     assert [name for name, _ in norm.named_parameters()] == ["weight"]
 
 

@@ -1,3 +1,5 @@
+"""Any text becomes ids and comes back; GPT-2's ids are OpenAI's."""
+
 import hashlib
 import json
 import pickle
@@ -5,9 +7,10 @@ import random
 
 import numpy as np
 import pytest
-from toys import shared
 
+from gpt.config import Mistake
 from gpt.tokenizer import GPT2BPE, TOKENIZERS, VOCAB_BPE, Bytes
+from gpt.training import corpus
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +61,15 @@ def test_the_merges_file_is_openais():
     assert digest == "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
-def test_every_id_is_encoder_jsons(gpt2):
-    """encoder.json maps each of the 50,257 tokens, in the file's printable characters, to its id."""
-    theirs = json.loads(shared("gpt2/encoder.json").read_text(encoding="utf-8"))
-    assert len(theirs) == gpt2.vocab_size
-    first_256 = [token for token, id in sorted(theirs.items(), key=lambda item: item[1])[:256]]
-    as_byte = {character: gpt2.decode_bytes([id])[0] for id, character in enumerate(first_256)}
-    assert sorted(as_byte.values()) == list(range(256))
-    for token, id in theirs.items():
-        if id != gpt2.end_of_text:
-            assert gpt2.decode_bytes([id]) == bytes(as_byte[character] for character in token)
-    assert theirs["<|endoftext|>"] == gpt2.end_of_text
-    assert [as_byte[c] for c in "!~¡ÿĀĠĊŃ"] == [0x21, 0x7E, 0xA1, 0xFF, 0x00, 0x20, 0x0A, 0xAD]
+def test_every_id_is_openais(gpt2):
+    """The checksum of encoder.json, which maps each of the 50,257 tokens, in printable characters, to its id."""
+    vocabulary = gpt2.to_json()["model"]["vocab"]
+    digest = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+    assert digest == "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 
 
-def test_the_ids_of_all_tokens_in_one_number(gpt2):
-    """As the test above, without encoder.json: the digest of all byte strings in the order of their ids."""
+def test_the_bytes_of_every_id(gpt2):
+    """The checksum of all byte strings in the order of their ids, measured when encoder.json was at hand."""
     digest = hashlib.sha256()
     for id in range(gpt2.vocab_size):
         token = gpt2.decode_bytes([id])
@@ -87,8 +83,10 @@ def test_known_ids(gpt2):
     assert gpt2.encode_prompt("<|endoftext|>").tolist() == [50256]
 
 
+@pytest.mark.slow
 def test_tiny_shakespeare_has_its_published_number_of_tokens(gpt2):
-    text = shared("tinyshakespeare.txt").read_text(encoding="utf-8")
+    """Slow on first use alone, when the text is downloaded."""
+    (text,) = corpus.shakespeare()
     cut = int(len(text) * 0.9)
     assert (len(gpt2.encode(text[:cut])), len(gpt2.encode(text[cut:]))) == (301_966, 36_059)
 
@@ -101,5 +99,5 @@ def test_the_end_of_text_marker_is_text_in_a_corpus_and_special_in_a_prompt(gpt2
 
 
 def test_a_missing_merges_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"merges are missing \(.*nowhere\.bpe\)"):
+    with pytest.raises(Mistake, match=r"\(.*nowhere\.bpe\)"):
         GPT2BPE(tmp_path / "nowhere.bpe")

@@ -1,4 +1,4 @@
-"""Signal and gradient by depth, measured at the boundaries of modules: no layer knows that it is watched."""
+"""Signal and gradient by depth, measured by hooks on the modules, so that no layer contains code for it."""
 
 import torch
 import torch.nn.functional as F
@@ -6,19 +6,19 @@ import torch.nn.functional as F
 MEASURES = ("stream", "attn", "mlp", "ratio", "cosine", "stream_grad", "mlp_grad")
 
 
-def depth_profile(model, tokens) -> dict[str, list[float]]:
+def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
     """What one forward and backward of the next-token loss on (B, T + 1) tokens shows of each of the L blocks.
 
     stream       root mean square of the stream after the block
-    attn, mlp    root mean square of what the branches give, before the placement normalizes or scales it
-    ratio        root mean square of the block's change of the stream over that of the stream before it
+    attn, mlp    root mean square of the output of each branch, before the placement normalizes or scales it
+    ratio        root mean square of the block's change of the stream, divided by that of the stream before the block
     cosine       between the stream before and after the block, mean over tokens
     stream_grad  norm of the loss's gradient with respect to the stream before the block
-    mlp_grad     norm of the gradient of the MLP's last matrix
+    mlp_grad     norm of the loss's gradient with respect to the MLP's last matrix
 
-    Each is a list of L numbers. The model is left in its mode and without gradients; its weights do not change.
+    Each is a list of L numbers. The model keeps its mode and its weights, and has no gradients afterwards.
     """
-    seen = [{} for _ in model.blocks]
+    seen: list[dict] = [{} for _ in model.blocks]
 
     def watch(place, name):
         def keep(module, inputs, output):
@@ -43,7 +43,7 @@ def depth_profile(model, tokens) -> dict[str, list[float]]:
         for handle in handles:
             handle.remove()
         model.train(training)
-    profile = {name: [] for name in MEASURES}
+    profile: dict[str, list[float]] = {name: [] for name in MEASURES}
     for block, place in zip(model.blocks, seen):
         before, after = place["before"].detach(), place["after"].detach()
         values = (
@@ -56,7 +56,7 @@ def depth_profile(model, tokens) -> dict[str, list[float]]:
             block.mlp.down.weight.grad.float().norm(),
         )
         for name, value in zip(MEASURES, values):
-            if hasattr(value, "full_tensor"):  # of a weight that several processes share
+            if hasattr(value, "full_tensor"):  # of a weight of which each process has a part
                 value = value.full_tensor()
             profile[name].append(float(value))
     model.zero_grad(set_to_none=True)
@@ -64,8 +64,9 @@ def depth_profile(model, tokens) -> dict[str, list[float]]:
 
 
 def random_stack(depth=12, gain=0.7, norm=False, residual=False, width=256, seed=0) -> dict[str, list[float]]:
-    """The lesson's random layers: x <- x W, each W drawn so that it multiplies the scale of x by about `gain`; with
-    `norm` each layer reads (or, without `residual`, gives) a normalized x, with `residual` x is added to.
+    """The lesson's random layers. Each is x <- f(x), or x <- x + f(x) with `residual`, where f(x) = x W and W is drawn
+    so that it multiplies the scale of x by about `gain`. With `norm`, f normalizes its output, or its input if there is
+    a residual.
 
     Returns the root mean square of x ("stream") and its cosine with the first x ("cosine") at depths 0 to `depth`.
     """

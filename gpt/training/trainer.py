@@ -58,10 +58,10 @@ class Trainer:
     def __enter__(self):
         with contextlib.ExitStack() as stack:
             stack.enter_context(distributed.joined(self.world, self.compute.device))
+            stack.callback(vars(self).clear)  # a process group that is held when the processes part may hang the exit
             self._load()
             warning = self._build()
-            changes = self._open(stack)
-            self._begin(stack, warning, changes)
+            self._begin(stack, warning, self._open(stack))
             self._stack = stack.pop_all()
         return self
 

@@ -1,0 +1,113 @@
+"""To transformers and back: what it saves is loaded, and what is exported it opens."""
+
+import re
+
+import golden
+import pytest
+import torch
+from toys import call, toy_config, toy_model, toy_tokens
+
+import train
+from gpt import BLOCKS, pretrained
+from gpt.config import Mistake
+from gpt.generate import generate
+from gpt.pretrained import export, load, recognizes
+from gpt.tokenizer import TOKENIZERS
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", golden.CONFIGS)
+def test_a_model_saved_by_transformers_gives_the_same(tmp_path, model_type):
+    """Logits and greedy tokens of random weights."""
+    size = {"vocab_size": 101, "n_positions": 40, "n_embd": 48, "n_layer": 3, "n_head": 4}
+    size |= {"bos_token_id": 0, "eos_token_id": 0} if model_type == "gpt2" else {}
+    library = golden.transformers()
+    peer = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(model_type, **size)).eval()
+    for parameter in peer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    peer.save_pretrained(tmp_path)
+    ours, tokens = load(tmp_path), toy_tokens(2, 40, vocab_size=101)
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens), peer(tokens).logits, atol=1e-4)
+        greedy = tokens[:, :10]
+        for _ in range(10):
+            greedy = torch.cat([greedy, peer(greedy).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generate(ours, tokens[:, :10], 10, temperature=0.0), greedy)
+
+
+VARIANTS = [{}, {"bias": False}, {"activation": "gelu"}, {"activation": "relu", "final_norm": True}]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_transformers_opens_the_model(tmp_path, settings):
+    model, tokens = toy_model(norm_eps=1e-3, dropout=0.1, **settings).eval(), toy_tokens()
+    export(model, tmp_path / "out")
+    peer = golden.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.allclose(peer(tokens).logits, model(tokens), atol=1e-4)
+    config = peer.config
+    assert (config.resid_pdrop, config.attn_pdrop, config.embd_pdrop) == (0.1, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_transformers_opens_the_tokenizer(tmp_path, name):
+    tokenizer = TOKENIZERS[name]()
+    export(toy_model(vocab_size=tokenizer.vocab_size), tmp_path / "out", tokenizer)
+    peer = golden.transformers().AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizers = pytest.importorskip("tokenizers")
+    by_file = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    for text in ("Hello wörld 😀\n\n  it's 12345\t", "<|endoftext|>a", " "):
+        ids = tokenizer.encode_prompt(text).tolist()
+        assert peer(text)["input_ids"] == by_file.encode(text).ids == ids and peer.decode(ids) == text
+    assert len(peer) == tokenizer.vocab_size and peer.eos_token_id == tokenizer.end_of_text
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_what_is_exported_loads_to_the_same_logits(tmp_path, settings):
+    model, tokens = toy_model(norm_eps=1e-3, **settings), toy_tokens()
+    export(model, tmp_path / "a" / "out")
+    assert torch.equal(load(tmp_path / "a" / "out")(tokens), model(tokens))
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["config.json", "model.safetensors", "out"]
+    assert len({path.stat().st_mode for path in (tmp_path / "a" / "out").iterdir()}) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"norm": name} for name in BLOCKS if name != "pre"] + [{"norm_layer": "rmsnorm"}, {"final_norm": False}],
+)
+def test_a_model_that_gpt2s_code_does_not_compute_is_refused(tmp_path, settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(Mistake, match=rf"\({name} {value}\)"):
+        export(toy_model(**settings), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_a_new_or_empty_folder_is_taken(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for folder in (tmp_path / "full", tmp_path / "full" / "file", tmp_path / "full" / "file" / "sub"):
+        with pytest.raises(Mistake, match=re.escape(str(folder))):
+            export(toy_model(), folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "file"]
+    (tmp_path / "empty").mkdir()
+    export(toy_model(), tmp_path / "empty")
+    assert recognizes(tmp_path / "empty") and not recognizes(tmp_path / "full")
+
+
+def test_the_command_that_exports(here, quick, capsys):
+    train.train(toy_config(data="text.txt", steps=1), "r")
+    assert call(pretrained, "export", "r", "out", capsys=capsys)[0] == 0
+    assert sorted(path.name for path in (here / "out").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    for arguments, pattern in (
+        (["export", "r", "out"], "out.*new folder"),
+        (["export", "r"], r"\(export\)"),
+        (["check", "r", "x"], r"\(check\)"),
+        (["check", "r"], "r.config.json.*model_type"),
+        (["chekc", "gpt2"], "'chekc'.*check.*export"),
+    ):
+        status, _, err = call(pretrained, *arguments, capsys=capsys)
+        assert status == 2 and re.search(pattern, err) and err.count("\n") == 1, err

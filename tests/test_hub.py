@@ -1,0 +1,92 @@
+"""Published weights by name: downloaded once; a folder of that name comes first."""
+
+import functools
+import http.server
+import socket
+import sys
+import threading
+
+import golden
+import pytest
+from toys import toy_model
+
+from gpt.config import Mistake
+from gpt.pretrained import export, load, recognizes
+from gpt.published import NAMES
+from gpt.tokenizer import Bytes
+
+
+class Hub(http.server.SimpleHTTPRequestHandler):
+    """As much of huggingface.co as a download needs, for one repository: /OWNER/NAME/resolve/REVISION/FILE."""
+
+    def translate_path(self, path):
+        repository, _, file = path.partition("/resolve/")
+        self.server.asked += [file] if file else []  # not what else the hub's library wants to know
+        return super().translate_path(file.rpartition("/")[2] if repository == "/" + NAMES["gpt2"] else "nowhere")
+
+    def end_headers(self):
+        self.send_header("ETag", f'"{self.path.rpartition("/")[2]}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        super().end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub on this machine whose gpt2 is a toy model of bytes: the environment that leads there, and what it is asked
+    for."""
+    export(toy_model(vocab_size=256), tmp_path / "hub", Bytes())
+    handler = functools.partial(Hub, directory=tmp_path / "hub")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.asked = []
+    try:
+        socket.create_connection(server.server_address, timeout=5).close()
+    except OSError:
+        server.server_close()
+        pytest.skip("the loopback interface is down")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": tmp_path / "cache"}
+    yield environment | {"HF_HUB_DISABLE_PROGRESS_BARS": 1, "NO_PROXY": "*"}, server.asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_name_is_downloaded_once_and_then_needs_no_network(tmp_path, hub, forks):
+    pytest.importorskip("huggingface_hub")
+    (environment, asked), words = hub, ["--seed", 1, "--max-new-tokens", 9]
+    missing = forks.start("sample", "gpt2-xl", cwd=tmp_path, **environment)
+    first = forks.start("sample", "gpt2", *words, cwd=tmp_path, **environment)
+    assert first.wait() == 0 and len(first.out) > 9, first.err
+    assert missing.wait() == 2 and missing.out == "" and missing.err.count("\n") == 1, missing.err
+    assert "gpt2-xl" in missing.err and NAMES["gpt2-xl"] in missing.err and "HF_ENDPOINT" in missing.err
+    before = len(asked)
+    for endpoint in (environment["HF_ENDPOINT"], "http://127.0.0.1:9"):  # nothing listens at the second
+        again = forks.start("sample", "gpt2", *words, cwd=tmp_path, **environment | {"HF_ENDPOINT": endpoint})
+        assert again.wait() == 0 and again.out == first.out, again.err
+    assert len(asked) == before > 0
+
+
+def test_without_the_hubs_library_a_folder_still_loads_and_a_name_says_how(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert load(golden.folder(here / "w")).config.d_model == 12
+    with pytest.raises(Mistake, match="gpt2.*pip install huggingface-hub"):
+        load("gpt2")
+
+
+def test_a_folder_is_read_as_a_folder_whatever_its_name(here):
+    (here / "gpt2").mkdir()
+    with pytest.raises(Mistake, match=r"gpt2.config\.json"):
+        load("gpt2")
+    assert not recognizes("gpt2")
+    golden.folder(here / "gpt2")
+    assert recognizes("gpt2") and load("gpt2").config.d_model == 12
+
+
+def test_a_near_miss_is_taken_for_a_name():
+    assert recognizes("gtp2") and not recognizes("nowhere") and all(map(recognizes, NAMES))
+    with pytest.raises(Mistake, match=r"\(gtp2\).*gpt2"):
+        load("gtp2")
