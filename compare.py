@@ -86,9 +86,11 @@ def make_plan(placements: list[str], count: int, config: TrainConfig) -> Plan:
 
 def train_all(plan: Plan, out: Path, results: dict, stop) -> bool:
     """Do the runs without an outcome, and go on with interrupted ones. False if `stop` came before the end."""
+    from gpt.training.checkpoint import find, read_state
+
     runs, config = results["runs"], plan.config
-    begun = {name: out / name / "last" for name in plan.runs if name not in runs and (out / name / "last").exists()}
-    done = sum(int(last.read_text(encoding="utf-8") or 0) for last in begun.values())
+    begun = [name for name in plan.runs if name not in runs and (out / name / "last").exists()]
+    done = sum(read_state(find(out / name, "last"))[0]["step"] for name in begun)
     done += len(plan.runs.keys() & runs.keys()) * config.steps
     width = max(map(len, plan.runs)) + 2
     with Progress(len(plan.runs) * config.steps, done) as progress:

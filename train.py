@@ -24,8 +24,8 @@ def train(
     "best_val_loss" (None without a validation split).
 
     `out` is the run folder, by default a fresh one in runs/; `resume`, "last", "best" or a step, continues it from that
-    checkpoint; `stop`, a StopRequest, ends the run early; `progress` is that of several runs. Every process that
-    torchrun started calls this alike.
+    checkpoint; `stop`, a StopRequest, ends the run early; `progress` is a bar that several runs share. Every process
+    that torchrun started calls this alike.
     Raises Mistake, before anything is written, for a setting that does not work here; Failure, with all checkpoints
     intact, if the loss is not finite (Diverged), the disk is full or another process is lost.
     """
@@ -34,7 +34,7 @@ def train(
     with Trainer(config, out, resume, overwrite, progress) as run:
         config, signum = run.config, 0
         if run.unfinished:
-            finish(run, run.unfinished, last=False)
+            finish(run, run.unfinished, last=run.step == config.steps)
         elif run.probes(0) and run.step == 0:
             run.probe(0)
         for step in range(run.step + 1, config.steps + 1):
@@ -81,6 +81,8 @@ def finish(run, record: dict, last: bool):
     step = record["step"]
     if run.evaluates(step):
         run.evaluate(record)
+    if run.step == step:
+        run.tidy()
     if run.probes(step):
         run.probe(step)
     if run.logs(step):
@@ -118,20 +120,20 @@ def closing_sample(run: Path, config: TrainConfig, characters: int = 200) -> str
 OPTIONS = ("config", "out", "resume", "checkpoint", "overwrite")  # the flags that are no settings
 
 
-def run(flags: dict) -> int | None:
+def run(flags: dict) -> int:
     """Train as the flags say; returns the exit status."""
     path, out, resume, which, overwrite = (flags.pop(name) for name in OPTIONS)
     if resume not in (None, "yes", "auto"):
         raise Mistake(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
     if (resume or overwrite) and not out or out == "":
-        raise Mistake("--out names no run (none). Give --out RUN; --resume and --overwrite are about that one.")
+        raise Mistake("--resume and --overwrite need the run's name (none). Give --out RUN.")
     if resume and overwrite:
         raise Mistake("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
     if which and resume != "yes":
         raise Mistake(f"--checkpoint is where to resume from ({which}). Give --resume too.")
     begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
     settings = (read_toml(path) if path else {}) | flags
-    for name in settings.keys() & {*OPTIONS}:
+    for name in settings.keys() & {*OPTIONS[1:]}:
         raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
     base = TrainConfig()
     if begun:

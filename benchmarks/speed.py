@@ -1,6 +1,6 @@
-"""How fast this is beside its peers, in one run on one machine: python benchmarks/speed.py decode train norm.
+"""The speed of this code and of transformers, if that is installed: python benchmarks/speed.py decode train norm.
 
-Prints a Markdown table of medians; what is compared takes turns. transformers is the peer, where it is installed."""
+Prints a Markdown table. Each number is a median; the candidates of a comparison run in turns, on the same machine."""
 
 import argparse
 import contextlib
@@ -32,13 +32,15 @@ from gpt.training.settings import configure, read_toml  # noqa: E402
 SMALL = configure(read_toml(ROOT / "configs" / "gpt2.toml"))
 TINY = configure({})
 VOCABULARY = 50257
-ROUNDS = 1000  # at most
+ROUNDS = 1000  # the most rounds of a comparison
 PEER = importlib.util.find_spec("transformers") is not None
 
 
-def small(**settings) -> GPT:
+def new_model(config=None) -> GPT:
+    """A new model of this shape, by default GPT-2 small's."""
     torch.manual_seed(0)
-    return GPT(ModelConfig(**vars(SMALL.model) | {"vocab_size": VOCABULARY} | settings))
+    vocab_size = 256 if config is TINY else VOCABULARY
+    return GPT(ModelConfig(**vars((config or SMALL).model) | {"vocab_size": vocab_size}))
 
 
 def peer(model: GPT):
@@ -51,7 +53,7 @@ def peer(model: GPT):
 
 
 def medians(rounds: int, **actions) -> dict[str, float]:
-    """Seconds of each action, called in turns, the first turn not counted."""
+    """Median seconds of each action. They are called in turns, and the first round is not counted."""
     times = {name: [] for name in actions}
     for turn in range(min(rounds, ROUNDS) + 1):
         for name, action in actions.items():
@@ -67,7 +69,7 @@ def row(name: str, ours: str, peers: str = "", ratio: float | None = None, limit
 
 
 def limits() -> tuple[float, float]:
-    """Operations a second of a float32 matrix product, and bytes a second that can be read."""
+    """This machine's operations a second in a float32 matrix product, and the bytes a second that it reads."""
     a, large = torch.randn(2048, 2048), torch.ones(2**27)
     times = medians(5, product=lambda: a @ a, read=lambda: large.sum())
     return 2 * 2048**3 / times["product"], large.nbytes / times["read"]
@@ -77,13 +79,13 @@ def limits() -> tuple[float, float]:
 def decode():
     """100 tokens after a prompt of 32, GPT-2 small."""
     reading, prompt, new = limits()[1], torch.randint(VOCABULARY, (1, 32)), 100
-    model, actions, bytes_read = small(), {}, {}
+    actions, bytes_read = {}, {}
     if PEER:
-        other = peer(model).eval()
+        other = peer(new_model()).eval()
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         actions["transformers"] = lambda: other.generate(prompt, **settings)
     for dtype in ("float32", "bfloat16", "float16"):
-        ours = for_sampling(small(), Compute("cpu", dtype, "off"))
+        ours = for_sampling(new_model(), Compute("cpu", dtype, "off"))
         bytes_read[dtype] = sum(p.nbytes for p in ours.parameters())
         actions[dtype] = lambda ours=ours: generate(ours, prompt, new, temperature=0)
         actions[dtype + ", 8 at a time"] = lambda ours=ours: generate(ours, prompt.repeat(8, 1), new, temperature=0)
@@ -96,7 +98,7 @@ def decode():
             ratio = rows * times["transformers"] / seconds if PEER else None
             row(f"decode, {name}", f"{rows * new / seconds:.1f} tokens/s", peers, ratio, most if rows == 1 else "")
     long = torch.randint(VOCABULARY, (1, 512))
-    ours = for_sampling(small(), Compute("cpu", "float32", "off")).eval()
+    ours = for_sampling(new_model(), Compute("cpu", "float32", "off")).eval()
     actions = {"ours": lambda: ours(long)} | ({"peer": lambda: other(long)} if PEER else {})
     times = medians(3, **actions)
     speed = {name: 512 / seconds for name, seconds in times.items()}
@@ -105,8 +107,9 @@ def decode():
 
 
 def stepper(model, config, tokens, loss):
-    """A function that does a whole training step."""
-    optimizer = make_optimizer(model, config) if isinstance(model, GPT) else peer_optimizer(model)
+    """A function that does one training step."""
+    ours = isinstance(model, GPT)
+    optimizer = make_optimizer(model, config) if ours else torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step():
         loss(model, tokens).backward()
@@ -117,10 +120,6 @@ def stepper(model, config, tokens, loss):
     return step
 
 
-def peer_optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
 def our_loss(model, tokens):
     return NextToken(model)(tokens)
 
@@ -129,39 +128,41 @@ def peer_loss(model, tokens):
     return model(tokens[:, :-1].contiguous(), labels=tokens[:, :-1].contiguous()).loss
 
 
-CASES = {"ours": lambda: (small(), our_loss), "peer": lambda: (peer(small()), peer_loss)}
+def small_stepper(name: str):
+    """A training step of GPT-2 small on 2 x 512 tokens, "ours" or that of the "peer"."""
+    model, loss = (new_model(), our_loss) if name == "ours" else (peer(new_model()), peer_loss)
+    return stepper(model, SMALL, torch.randint(VOCABULARY, (2, 513)), loss)
 
 
 def peak_memory(name: str) -> float:
-    """Peak memory in GB of a process that does two training steps."""
+    """Peak memory in GiB of a process that does two training steps."""
     command = [sys.executable, __file__, "--memory", name]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def memory(name: str):
-    model, loss = CASES[name]()
-    step = stepper(model, SMALL, torch.randint(VOCABULARY, (2, 513)), loss)
+    """What that process does: it prints its peak. Linux only."""
+    step = small_stepper(name)
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # forget the peak while the model was made
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # forget the peak of making the model
     for _ in range(2):
         step()
-    status = Path("/proc/self/status").read_text(encoding="utf-8")  # Linux: getrusage's peak includes the parent's
+    status = Path("/proc/self/status").read_text(encoding="utf-8")  # getrusage's peak includes the parent's
     print(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20)
 
 
 def train():
-    """A training step: GPT-2 small on 2 x 512 tokens, and the default run's."""
+    """A training step of GPT-2 small on 2 x 512 tokens: its time and its memory."""
     product, names = limits()[0], ["ours", "peer"] if PEER else ["ours"]
-    tokens = torch.randint(VOCABULARY, (2, 513))
-    times = medians(3, **{name: stepper(*(CASES[name]()[0], SMALL, tokens, CASES[name]()[1])) for name in names})
-    operations = 6 * small().count_parameters() * 1024
+    times = medians(3, **{name: small_stepper(name) for name in names})
+    operations = 6 * new_model().count_parameters() * 1024
     share = f"{operations / times['ours'] / product:.0%} of the float32 matrix product's rate, counted as 6 N a token"
     peers = f"{times['peer']:.2f} s" if PEER else ""
     ratio = times["ours"] / times["peer"] if PEER else None
     row("training step, GPT-2 small, 2 x 512", f"{times['ours']:.2f} s", peers, ratio, share)
     peaks = {name: peak_memory(name) for name in names}
     ratio = peaks["ours"] / peaks["peer"] if PEER else None
-    row("its peak memory", f"{peaks['ours']:.2f} GB", f"{peaks['peer']:.2f} GB" if PEER else "", ratio)
+    row("its peak memory", f"{peaks['ours']:.2f} GiB", f"{peaks['peer']:.2f} GiB" if PEER else "", ratio)
 
 
 class LibraryNorm(LayerNorm):
@@ -173,26 +174,22 @@ def norm():
     """The hand-written norm beside the library's: alone, forward and backward, and in a training step."""
     for shape in ((768, 128), (1024, 768)):
         layers = {"ours": LayerNorm(shape[-1]), "library": LibraryNorm(shape[-1])}
-        x = torch.randn(shape, requires_grad=True)
-        g = torch.randn(shape)
-        times = medians(
-            300, **{name: lambda layer=layer, x=x, g=g: layer(x).backward(g) for name, layer in layers.items()}
-        )
+        x, g = torch.randn(shape, requires_grad=True), torch.randn(shape)
+        actions = {name: lambda layer=layer, x=x, g=g: layer(x).backward(g) for name, layer in layers.items()}
+        times = medians(300, **actions)
         row(f"norm of {shape}", *(f"{times[n] * 1e6:.0f} us" for n in times), times["ours"] / times["library"])
     for size, config, rows, rounds in (("default", TINY, 12, 60), ("GPT-2 small", SMALL, 1, 5)):
         steps = {}
         for name, layer in (("ours", LayerNorm), ("library", LibraryNorm)):
-            torch.manual_seed(0)
-            model = GPT(ModelConfig(**vars(config.model) | {"vocab_size": 256 if config is TINY else VOCABULARY}))
+            model = new_model(config)
             for module in model.modules():
                 if isinstance(module, LayerNorm):
                     module.__class__ = layer
             tokens = torch.randint(256, (rows, config.model.context_length + 1))
             steps[name] = stepper(model, config, tokens, our_loss)
         times = medians(rounds, **steps)
-        row(
-            f"step, {size}, with either", *(f"{times[n] * 1e3:.1f} ms" for n in times), times["ours"] / times["library"]
-        )
+        texts = [f"{seconds * 1e3:.1f} ms" for seconds in times.values()]
+        row(f"step, {size}, with either", *texts, times["ours"] / times["library"])
 
 
 def start():
@@ -245,7 +242,7 @@ def gpu():
     if not torch.cuda.is_available():
         return row("GPU", "none here")
     name, tokens = torch.cuda.get_device_name(), torch.randint(VOCABULARY, (16, 1025))
-    compute, model = Compute("cuda", "bfloat16", "on"), small().cuda()
+    compute, model = Compute("cuda", "bfloat16", "on"), new_model().cuda()
     net, _ = compiled(NextToken(model), compute.put(tokens), compute)
 
     def loss(model, tokens):
@@ -273,11 +270,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.memory:
-        memory(words.memory)
+    arguments = parser.parse_args()
+    if arguments.memory:
+        memory(arguments.memory)
         sys.exit()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores\n")
     print("| | ours | transformers | ratio | limit |\n|---|---|---|---|---|")
-    for part in words.parts or PARTS:
+    for part in arguments.parts or PARTS:
         PARTS[part]()

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 
@@ -24,7 +24,7 @@ def one_of(values: Iterable) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown(kind: str, name: str, known: Collection[str]) -> str:
     """The message for a name that is not in `known`: it offers the nearest names, or else all of them."""
     near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.5)
     hint = f"Did you mean {one_of(near)}?" if near else f"Known: {', '.join(known)}."

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def stream(model, tokens, sampling: Sampling) -> Iterator[torch.Tensor]:
     The model sees the last context_length tokens. With the cache each token is computed once until the context is full;
     then the window slides, every position changes, and the cache is useless: each step computes the whole context.
     """
+    vocab_size = min(sampling.vocab_size, model.config.vocab_size)
+    sampling = dataclasses.replace(sampling, vocab_size=vocab_size)  # checks top_k
     context, generators = model.config.context_length, sampling.generators(len(tokens))
     layers = [layer for layer in model.modules() if sampling.use_cache and hasattr(layer, "cache")]
     caches, start = {layer: KVCache(context) for layer in layers}, 0

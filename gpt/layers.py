@@ -16,9 +16,12 @@ def draw(weight: torch.Tensor, std: float):
 
 
 class Linear(nn.Linear):
-    """torch's, but its bias starts at 0 and its weights are left to the block, so that they are drawn once."""
+    """torch's, but its bias starts at 0, and its weights are left to the block, so that they are drawn once. Until then
+    they are NaN: a weight that a block forgets ends the first step."""
 
     def reset_parameters(self):
+        if not self.weight.is_meta:
+            nn.init.constant_(self.weight, float("nan"))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

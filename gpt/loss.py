@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-LOGITS = 2**24  # so many are computed at a time
+LOGITS = 2**24  # about as many exist at once
 
 
 def next_token_loss(logits, targets):

@@ -1,4 +1,4 @@
-"""The benchmarks run and print a table; what they find is not for tests."""
+"""The benchmarks run and print a table. Their numbers are not tested."""
 
 import sys
 

@@ -8,6 +8,7 @@ from toys import TOY, toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, NORMS, ModelConfig
 from gpt.blocks import Block
+from gpt.layers import Linear
 from gpt.loss import next_token_loss
 
 
@@ -132,3 +133,10 @@ def test_a_placement_is_one_class_below_block():
         block = make(ModelConfig(), 1)
         assert type(block).__bases__ == (Block,) and [*inspect.signature(block.forward).parameters] == ["x"]
     assert "forward" not in vars(Block)
+
+
+def test_a_weight_that_a_block_forgets_to_start_is_noticed():
+    """It would be memory that something else has left, and another for each run."""
+    assert Linear(3, 3).weight.isnan().all()
+    for placement in BLOCKS:
+        assert all(parameter.isfinite().all() for parameter in GPT(ModelConfig(norm=placement)).parameters())

@@ -41,7 +41,8 @@ def trained(placement="pre", steps=2, **settings):
 
 def save(run, model, optimizer, config, step=2, best_step=2, keep=2):
     state = {"step": step, "best_step": best_step, "config": checkpoint.config_to_json(config)}
-    checkpoint.save(run, *distributed.gathered(model, optimizer, ALONE), state, keep)
+    checkpoint.save(run, *distributed.gathered(model, optimizer, ALONE), state)
+    checkpoint.tidy(run, state, keep)
 
 
 def restore(folder, model, optimizer, config):

@@ -6,6 +6,7 @@ from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS
 from gpt.config import Mistake
+from gpt.layers import Linear
 from gpt.loss import NextToken
 from gpt.training import device as devices
 from gpt.training.device import Compute, Machine, by_columns, choose, compiled, for_sampling
@@ -176,3 +177,16 @@ def test_a_product_by_columns_is_the_product(dtype, tolerance, threads):
             expected, product = x @ weight.t() + (0 if b is None else b), by_columns(x, weight.t().contiguous().t(), b)
             assert product.shape == expected.shape
             assert torch.allclose(product, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_layer_of_ones_own_keeps_what_it_computes():
+    """A subclass of Linear, whose forward does more, in a model that is made ready for sampling."""
+
+    class Doubled(Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model, tokens = toy_model(), toy_tokens(1, 1)
+    model.blocks[0].mlp.down.__class__ = Doubled
+    expected = model(tokens)
+    assert torch.allclose(for_sampling(model, Compute("cpu", "float32", "off"))(tokens), expected, atol=1e-5)

@@ -20,15 +20,65 @@ from gpt.training import checkpoint, device, distributed
 from gpt.training.device import Compute
 from gpt.training.distributed import ALONE, World, world
 
-pytestmark = pytest.mark.skipif(os.name == "nt" or not torch.distributed.is_available(), reason="forks, with gloo")
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt" or not torch.distributed.is_available(), reason="forks, with gloo"),
+    pytest.mark.usefixtures("quick"),
+]
 STEPS = 3
 SETTINGS = {"steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "batch_size": 8, "eval_every": 2, "probe_every": 2}
 SETTINGS |= {"adam_eps": 1e-3}  # large, or else Adam makes much of rounding where gradients are tiny
+# Runs by name: replicas for each placement; shards for those that differ in what is sharded, and in micro-batches.
+TOGETHER = {placement: {"norm": placement} for placement in BLOCKS}
+TOGETHER |= {f"{placement} sharded": {"norm": placement, "shard": True} for placement in ("pre", "post", "rezero")}
+TOGETHER |= {"adamw sharded": {"optimizer": "adamw", "shard": True, "micro_batch_size": 2}}
 
 
 def flags(**settings) -> list[str]:
     return as_flags(TOY_RUN | SETTINGS | {"data": "text.txt"} | settings)
 
+
+# Takes several command lines, each with the port where its processes meet, and trains by one after the other.
+SEVERAL = """
+def several(lines, main=train.main):
+    for port, words in map(json.loads, lines):
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            main(words)
+        except SystemExit as exit:
+            if exit.code:
+                raise
+
+train.main = several
+"""
+
+# Lets torchrun's agent fork its workers, which else import everything again.
+FORKING = """
+from torch.distributed import run as launcher
+from torch.distributed.launcher.api import elastic_launch
+
+def worker(*words):
+    try:
+        train.main([*words])
+    except SystemExit as exit:
+        if exit.code:
+            raise
+
+def main(words):
+    arguments = launcher.parse_args(["--start-method", "fork", *words])
+    elastic_launch(launcher.config_from_args(arguments)[0], worker)(*arguments.training_script_args)
+
+launcher.main = main
+"""
+
+# Ends this process after its first step.
+FAILS = """
+from gpt.training.distributed import World
+
+def largest(self, value):
+    raise MemoryError("the last straw")
+
+World.largest = largest
+"""
 
 # Sends this process SIGTERM when all have just agreed to go on.
 LATE = """
@@ -44,38 +94,46 @@ World.largest = largest
 """
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 class Jobs:
-    """Jobs of several processes, as torchrun would start them, in one folder."""
+    """Jobs of several processes, as torchrun would start them, in one folder. This process holds the stores by which
+    they meet, each at a free port."""
 
     def __init__(self, folder, forks):
-        self.folder, self.forks = folder, forks
+        self.folder, self.forks, self.stores = folder, forks, []
         forks.ask("import torch.distributed.fsdp, torch.distributed.checkpoint.state_dict")
+
+    def port(self) -> int:
+        """Where the processes of a job can meet."""
+        self.stores.append(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return self.stores[-1].port
 
     def start(self, *commands, preludes=None):
         """One process for each command's words."""
-        size, port = len(commands), free_port()
+        size, port = len(commands), self.port()
         return [
             self.forks.start(
                 "train", *words, cwd=self.folder, prelude=(preludes or {}).get(rank, ""),
                 RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True,
             )
             for rank, words in enumerate(commands)
         ]  # fmt: skip
 
-    def run(self, count, out, **settings):
-        """A job of `count` processes that all take these settings, ended well: only the first speaks."""
-        processes = self.start(*[flags(out=out, **settings)] * count)
+    def run(self, runs: dict):
+        """Two processes that train these runs, settings by name, one after the other; only the first speaks."""
+        lines = [json.dumps([self.port(), flags(out=name, **settings)]) for name, settings in runs.items()]
+        processes = self.start(lines, lines, preludes={0: SEVERAL, 1: SEVERAL})
         for rank, process in enumerate(processes):
-            assert process.wait() == 0, process.err
+            assert process.wait(seconds=180) == 0, process.err
             assert rank == 0 or process.out == "" == process.err
         return processes[0]
+
+    def alone(self, name, **settings):
+        """The folder of a run that this process trains alone."""
+        run = self.folder / f"{name} alone"
+        data = {"data": str(self.folder / "text.txt")}
+        train.train(toy_config(**SETTINGS | data | settings), str(run))
+        return run
 
 
 @pytest.fixture(scope="module")
@@ -100,35 +158,45 @@ def assert_close(one, other):
             assert torch.allclose(tensors[key], others[key], atol=1e-5), (name, key)
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
-def test_the_result_does_not_depend_on_the_number_of_processes(jobs, placement):
-    """Replicas and, of those that differ in what is to be sharded, shards."""
-    jobs.run(1, placement, norm=placement)
-    jobs.run(2, placement + "2", norm=placement)
-    assert_close(jobs.folder / placement, jobs.folder / f"{placement}2")
-    if placement in ("pre", "post", "rezero"):
-        first = jobs.run(2, placement + "2s", norm=placement, shard=True)
-        assert "2 processes, shards; cpu" in first.out and first.err == ""
-        assert_close(jobs.folder / placement, jobs.folder / f"{placement}2s")
+@pytest.fixture(scope="module")
+def together(jobs):
+    first = jobs.run(TOGETHER)
+    assert first.out.count("2 processes, replicas; cpu") == len(BLOCKS) and first.err == ""
+    assert first.out.count("2 processes, shards; cpu") == len(TOGETHER) - len(BLOCKS)
+    return jobs.folder
 
 
-def test_nor_does_it_on_the_optimizer_and_on_micro_batches(jobs):
-    jobs.run(1, "adamw", optimizer="adamw")
-    jobs.run(2, "adamw2s", optimizer="adamw", shard=True, micro_batch_size=2)
-    assert_close(jobs.folder / "adamw", jobs.folder / "adamw2s")
+@pytest.mark.parametrize("name", TOGETHER)
+def test_the_result_does_not_depend_on_the_number_of_processes(jobs, together, name):
+    """Nor on shards, on the optimizer and on micro-batches."""
+    settings = TOGETHER[name] | {"shard": False, "micro_batch_size": None}
+    assert_close(jobs.alone(name, **settings), together / name)
+
+
+def test_each_process_drops_units_of_its_own(jobs):
+    """On a text of one letter, where all rows are the same: without dropout two processes with four rows each have the
+    loss of one process with four rows, and with dropout another."""
+    (jobs.folder / "a.txt").write_text("a" * 4000, encoding="utf-8")
+    settings = {"data": str(jobs.folder / "a.txt"), "steps": 1, "warmup_steps": 0}
+    runs = {f"dropout {share}": settings | {"dropout": share} for share in (0.0, 0.5)}
+    jobs.run(runs)
+    differences = [
+        abs(records(jobs.folder / name)[0]["loss"] - records(jobs.alone(name, **runs[name], batch_size=4))[0]["loss"])
+        for name in runs
+    ]
+    assert differences[0] < 1e-5 and differences[1] > 1e-3, differences
 
 
 def test_a_run_goes_on_with_another_number_of_processes(jobs):
     """Begun on two, resumed on one and then on four."""
     settings = {"micro_batch_size": 1, "warmup_steps": 0, "eval_every": 1}
-    jobs.run(1, "alone", **settings)
-    jobs.run(2, "resumed", steps=1, shard=True, **settings)
+    jobs.run({"resumed": settings | {"steps": 1, "shard": True}})
     (one,) = jobs.start(["--resume", "--out", "resumed", "--steps", "2"])
     assert one.wait() == 0 and one.err.startswith("warning: ") and one.err.count("\n") == 1
     assert "(1 process)" in one.err and "torchrun" in one.err  # nothing is sharded
     first, *_ = four = jobs.start(*[["--resume", "--out", "resumed", "--steps", str(STEPS), "--no-shard"]] * 4)
     assert [process.wait() for process in four] == [0] * 4 and "4 processes, replicas; cpu" in first.out
-    assert_close(jobs.folder / "alone", jobs.folder / "resumed")
+    assert_close(jobs.alone("resumed", **settings), jobs.folder / "resumed")
 
 
 def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(jobs):
@@ -168,15 +236,13 @@ def test_a_stop_that_one_process_is_asked_for_is_one_of_all(jobs, late):
 
 def test_processes_that_differ_are_refused(jobs):
     """In a setting, or in whether they go on with a run or delete it."""
-    jobs.run(1, "there", steps=1, warmup_steps=0)
-    there = flags(out="there", warmup_steps=0)
-    for commands in (
-        [flags(out="new", seed=1), flags(out="new", seed=2)],
-        [[*there, "--resume", "auto"], [*there, "--overwrite"]],
-    ):
-        first, second = jobs.start(*commands)
+    jobs.alone("there", steps=1, warmup_steps=0)
+    there = flags(out="there alone", warmup_steps=0)
+    setting = jobs.start(flags(out="new", seed=1), flags(out="new", seed=2))
+    way = jobs.start([*there, "--resume", "auto"], [*there, "--overwrite"])
+    for first, second in (setting, way):
         assert first.wait() and second.wait() == 2 and f"({jobs.folder / 'text.txt'})" in second.err, second.err
-    assert not (jobs.folder / "new").exists() and (jobs.folder / "there" / "last").exists()
+    assert not (jobs.folder / "new").exists() and (jobs.folder / "there alone" / "last").exists()
 
 
 def test_a_process_that_is_lost_is_noticed(jobs):
@@ -189,6 +255,16 @@ def test_a_process_that_is_lost_is_noticed(jobs):
     assert checkpoint.load_model(jobs.folder / "killed").config.n_layers == 2
 
 
+def test_the_process_that_failed_speaks_before_the_others(jobs):
+    """In an earlier second: torchrun repeats the first words of a job, and tells no smaller times apart."""
+    preludes = [f"os.environ['TORCHELASTIC_ERROR_FILE'] = '{rank}.json'\n" for rank in range(2)]
+    processes = jobs.start(*[flags(out="failed")] * 2, preludes={0: preludes[0], 1: preludes[1] + FAILS})
+    assert [process.wait() for process in processes] == [1, 1]
+    survivor, failed = (json.loads((jobs.folder / f"{rank}.json").read_text("utf-8"))["message"] for rank in range(2))
+    assert "the last straw" in failed["message"] and "another process" in survivor["message"]
+    assert int(failed["extraInfo"]["timestamp"]) < int(survivor["extraInfo"]["timestamp"])
+
+
 @pytest.fixture(scope="module")
 def torchrun(forks):
     """Start one of torchrun's agents: torchrun(words, cwd=folder)."""
@@ -199,11 +275,14 @@ def torchrun(forks):
 def test_two_machines_go_on_by_themselves_when_one_loses_its_process(here, torchrun):
     """Two agents, with the command of docs/bigger.md."""
     (line,) = re.findall(r"^TORCH_.*--nnodes 2.*$", (ROOT / "docs" / "bigger.md").read_text("utf-8"), re.M)
-    line = line.replace("--nproc_per_node 8", "--nproc_per_node 1").replace("HOST:29500", f"127.0.0.1:{free_port()}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = line.replace("--nproc_per_node 8", "--nproc_per_node 1").replace("HOST:29500", f"127.0.0.1:{port}")
     setting, program, *words = line.replace(" train.py configs/gpt2.toml", f" {ROOT / 'train.py'}").split()
     assert program == "torchrun" and words[-4:] == ["--out", "runs/big", "--resume", "auto"]
     words += flags(out="r", steps=100, save_every=10, log_every=10, eval_every=100, probe_every=1000)
-    agents = [torchrun(words, cwd=here, **dict([setting.split("=")])) for _ in range(2)]
+    agents = [torchrun(words, cwd=here, prelude=FORKING, **dict([setting.split("=")])) for _ in range(2)]
     try:
         saved = here / "r" / "last"
         ended = agents[1].wait(until=lambda: saved.exists() and int(saved.read_text("utf-8") or 0) >= 20)
@@ -221,7 +300,7 @@ def test_two_machines_go_on_by_themselves_when_one_loses_its_process(here, torch
 
 
 def test_the_last_words_of_a_job_are_those_of_the_process_that_failed(here, torchrun):
-    agent = torchrun(["--nproc_per_node", 1, "--master-port", free_port(), ROOT / "train.py", "--steps", 0], cwd=here)
+    agent = torchrun(["--standalone", ROOT / "train.py", "--steps", 0], cwd=here)
     assert agent.wait() == 1 and "steps is out of range (0)" in agent.err.partition("Root Cause")[2]
 
 

@@ -69,3 +69,15 @@ def test_a_folder_is_held_by_one(tmp_path):
         raise KeyError
     with held(tmp_path):
         pass
+
+
+def test_a_damaged_line_is_a_mistake_with_the_files_name(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff garbage\n')
+    with pytest.raises(Mistake, match="metrics.jsonl"):
+        read_lines(tmp_path / "metrics.jsonl")
+
+
+def test_holding_a_folder_that_is_not_there_makes_none(tmp_path):
+    with pytest.raises(Mistake, match="nowhere"), held(tmp_path / "nowhere"):
+        pass
+    assert not (tmp_path / "nowhere").exists()

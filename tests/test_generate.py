@@ -206,3 +206,8 @@ def test_a_stop_text_is_found_whatever_the_pieces(stop):
 
 def test_no_piece_waits_longer_than_it_must():
     assert list(until("abc", iter(["x", "ab", "y", "a", "b", "c", "z"]))) == ["x", "", "aby", "", "", ""]
+
+
+def test_top_k_is_checked_against_the_models_vocabulary():
+    with pytest.raises(Mistake, match=r"top_k .*\(1000\).* 61"):
+        next(stream(toy_model(), toy_tokens(), Sampling(1, top_k=1000)))

@@ -82,6 +82,27 @@ def test_attention_is_softmax_of_scaled_products_over_the_past(dtype, tolerance)
         assert torch.allclose(gradient, other, atol=tolerance * other.abs().max().item())
 
 
+class Past:
+    """A cache, as attention asks for one: it joins the keys and values of all calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def append(self, k, v):
+        self.calls.append((k, v))
+        return (torch.cat(tensors, dim=2) for tensors in zip(*self.calls))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [(5, 2, 2), (1, 8), (2, 1, 1, 5)])
+def test_attention_behind_a_cached_past_is_that_of_one_pass(chunks):
+    """Each token sees the whole past and, of the tokens that come with it, those before it."""
+    attention, x = toy_model().blocks[0].attn, torch.randn(2, 9, 32)
+    expected = attention(x)
+    attention.cache = Past()
+    assert torch.allclose(torch.cat([attention(part) for part in x.split(chunks, dim=1)], dim=1), expected, atol=1e-5)
+
+
 def test_gelu_is_the_tanh_form_of_gpt2():
     x = torch.linspace(-4, 4, 99, dtype=torch.float64)
     tanh_form = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -115,6 +136,6 @@ def test_more_tokens_than_the_context_are_refused():
             toy_model().residual_stream(tokens, start)
 
 
-def test_parameters_of_an_unknown_kind_are_refused():
+def test_parameters_of_an_unknown_part_are_refused():
     with pytest.raises(Mistake, match=r"\(norms\).*\bnorm\b"):
         toy_model().count_parameters("norms")

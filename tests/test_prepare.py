@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from toys import ROOT, TOY_RUN, as_flags, call, python, toy_config
 
 import train
-from gpt.config import Mistake
+from gpt.config import Failure, Mistake
 from gpt.tokenizer import TOKENIZERS, Bytes
 from gpt.training import corpus, shards
 from gpt.training.data import Data
@@ -213,7 +213,7 @@ def test_a_corpus_that_another_replaces_is_not_read_on(tmp_path):
     assert np.asarray(ids[3:10]).tolist() == list(range(3, 10))
     (tmp_path / "p").rename(tmp_path / "old")
     written(tmp_path / "p", range(33, 66))
-    with pytest.raises(Mistake, match="00000.bin"):
+    with pytest.raises(Failure, match="00000.bin"):
         np.asarray(ids[3:10])
 
 

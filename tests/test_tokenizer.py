@@ -85,7 +85,7 @@ def test_known_ids(gpt2):
 
 @pytest.mark.slow
 def test_tiny_shakespeare_has_its_published_number_of_tokens(gpt2):
-    """Slow on first use alone, when the text is downloaded."""
+    """Only the first run is slow: it downloads the text."""
     (text,) = corpus.shakespeare()
     cut = int(len(text) * 0.9)
     assert (len(gpt2.encode(text[:cut])), len(gpt2.encode(text[cut:]))) == (301_966, 36_059)

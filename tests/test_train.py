@@ -15,7 +15,7 @@ from gpt import BLOCKS, GPT
 from gpt.blocks import PreLN
 from gpt.config import Failure, Mistake
 from gpt.loss import NextToken
-from gpt.training import checkpoint
+from gpt.training import checkpoint, trainer
 from gpt.training.data import Data
 from gpt.training.distributed import World
 from gpt.training.trainer import Diverged, Trainer, mean_loss
@@ -312,3 +312,16 @@ def test_bfloat16_on_the_cpu_is_close_and_keeps_float32_weights(run):
     exact, rough = records(run("exact")), records(run("rough", dtype="bfloat16"))
     assert rough[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.02)
     assert rough[-1]["loss"] != exact[-1]["loss"]
+
+
+def test_a_loss_that_diverges_at_the_evaluation_leaves_the_checkpoint_before_it(run, tmp_path, monkeypatch):
+    """Also with one checkpoint to keep: the old one goes after the evaluation of the new one."""
+
+    def mean_loss(net, windows, world):
+        return math.nan
+
+    monkeypatch.setattr(trainer, "mean_loss", mean_loss)
+    with pytest.raises(Diverged, match="val_loss nan"):
+        run("a", keep=1, save_every=2, eval_every=4)
+    assert checkpoint.find(tmp_path / "a", "last").name == "step-000004"
+    assert checkpoint.find(tmp_path / "a", "2").name == "step-000002"

@@ -16,7 +16,6 @@ from gpt.training.files import read_lines
 from gpt.training.settings import TrainConfig, configure
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 # Toy matrices are too small to share out, and the threads of several processes get in each other's way.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -117,7 +116,7 @@ class Fork:
             self.status = self.forks.ask(self.pid)
         return self.status
 
-    def wait(self, until=lambda: False, seconds=60) -> int | None:
+    def wait(self, until=lambda: False, seconds=180) -> int | None:
         """The exit status once the process has ended; None if `until` came true before."""
         deadline = time.monotonic() + seconds
         while self.poll() is None and not until():
@@ -191,11 +190,3 @@ def python(*arguments, cwd, **settings):
     """A process of its own, finished."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, **settings)
-
-
-def shared(name: str) -> Path:
-    """A file of the developers' shared folder; skips the test where there is none."""
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"needs ../shared/data/{name}")
-    return path

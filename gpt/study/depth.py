@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from gpt.loss import next_token_loss
+
 MEASURES = ("stream", "attn", "mlp", "ratio", "cosine", "stream_grad", "mlp_grad")
 
 
@@ -38,7 +40,7 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
         model.eval()
         model.zero_grad(set_to_none=True)
         logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        next_token_loss(logits, tokens[:, 1:]).backward()
     finally:
         for handle in handles:
             handle.remove()

@@ -40,12 +40,11 @@ def config_from_json(stored: dict) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
-def save(run: Path, weights: dict, moments: dict, state: dict, keep: int):
-    """Write the checkpoint of `state["step"]` and point `last` at it; then `tidy`. `weights` are tensors by name;
-    `moments` are the optimizer's tensors for each of these names, by their own.
-    Raises Failure, with the earlier checkpoints intact, if the disk does not take it."""
-    for leftover in run.glob(".step-*"):
-        shutil.rmtree(leftover)
+def save(run: Path, weights: dict, moments: dict, state: dict):
+    """Write the checkpoint of `state["step"]` and point `last` at it. `weights` are tensors by name; `moments` are the
+    optimizer's tensors for each of these names, by their own. The earlier checkpoints stay until `tidy`.
+    Raises Failure if the disk does not take it."""
+    _sweep(run)
     folder = path_of(run, state["step"])
     new = run / f".{folder.name}"
     new.mkdir()
@@ -68,7 +67,6 @@ def save(run: Path, weights: dict, moments: dict, state: dict, keep: int):
         _delete(folder)
     new.rename(folder)
     write(run / "last", str(state["step"]))
-    tidy(run, state, keep)
 
 
 def tidy(run: Path, state: dict, keep: int):
@@ -86,6 +84,12 @@ def tidy(run: Path, state: dict, keep: int):
     for other in _checkpoints(run)[:-keep]:
         if other not in needed:
             _delete(other)
+
+
+def _sweep(run: Path):
+    """Delete what a kill has left of saving or deleting a checkpoint."""
+    for leftover in run.glob(".step-*"):
+        shutil.rmtree(leftover)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -120,7 +124,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         which = "best" if (folder / "best").exists() else "last"
     step = which
     if which in ("best", "last") and (folder / which).exists():
-        step = (folder / which).read_text(encoding="utf-8").strip()
+        step = (folder / which).read_text(encoding="utf-8", errors="replace").strip()
     checkpoint = path_of(folder, int(step)) if step.isdecimal() else None
     if checkpoint is None or not checkpoint.is_dir():
         place = which if step == which else f"{which}, step {step},"
@@ -197,10 +201,11 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
     state, weights, moments = read(find(run, which), config)
     before, now = state["config"], config_to_json(config)
     if state["step"] > config.steps:
-        raise Mistake(f"the run is past that (steps {config.steps}, done {state['step']}). Give more steps.")
+        raise Mistake(f"the run has done more steps (--steps {config.steps}, done {state['step']}). Give more.")
     elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
     if not elsewhere and state.get("corpus", digest) != digest:
-        raise Mistake(f"the corpus has changed since ({config.data}). Put it back, or rename the new one.")
+        raise Mistake(f"the corpus has changed since the checkpoint ({config.data}). Put it back, or rename this one.")
+    _sweep(run)
     if elsewhere or any(line["step"] == state["step"] for line in read_lines(run / "metrics.jsonl")):
         state["record"] = None  # logged
     if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt.config import Mistake
+from gpt.layers import Linear
 from gpt.model import GPT
 from gpt.training.distributed import ALONE
 
@@ -50,7 +51,7 @@ class Compute:
         return torch.amp.GradScaler(torch.device(self.device).type, enabled=self.dtype == "float16")
 
 
-FEW_ROWS = 2  # from four rows on, an ordinary matmul is faster (bfloat16, one core)
+FEW_ROWS = 2  # with more rows an ordinary matmul is as fast or faster (four, bfloat16, one core)
 
 
 def by_columns(x, weight, bias=None):
@@ -59,7 +60,7 @@ def by_columns(x, weight, bias=None):
     product of a matrix and a vector."""
     C = x.size(-1)
     rows = x.numel() // C
-    if not 1 <= rows <= FEW_ROWS:
+    if not 1 <= rows <= FEW_ROWS or weight.device.type != "cpu":
         return F.linear(x, weight, bias)
     columns, starts = _bags(rows, C, torch.get_num_threads())
     y = F.embedding_bag(columns, weight.t(), starts, mode="sum", per_sample_weights=x.flatten())
@@ -91,12 +92,14 @@ def for_sampling(model: GPT, compute: Compute) -> GPT:
     model.eval().to(compute.device, DTYPES[compute.dtype])
     columns = compute.device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
     if columns and compute.dtype != "float16":
-        model.__class__ = GPTByColumns
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.__class__ = LinearByColumns
-            if isinstance(module, torch.nn.Linear) or module is model.token_embedding:
-                module.weight.data = module.weight.data.t().contiguous().t()
+        # A subclass, which may compute something else, keeps its class.
+        swapped = {Linear: LinearByColumns, torch.nn.Linear: LinearByColumns, GPT: GPTByColumns}
+        for module in [each for each in model.modules() if type(each) in swapped]:
+            module.__class__ = swapped[type(module)]
+            weight: torch.Tensor = (model.token_embedding if isinstance(module, GPT) else module).get_parameter(
+                "weight"
+            )
+            weight.data = weight.data.t().contiguous().t()
     return model
 
 
@@ -171,7 +174,7 @@ def compiled(net, tokens, compute: Compute):
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         if compute.compile == "on":
             with compute.autocast():
-                net(tokens)  # if the model has a bug, this raises it with its traceback
+                net(tokens).backward()  # if the model has a bug, this raises it with its traceback
             raise Mistake(f"torch.compile failed ({reason}). Use --compile off.") from error
         return net, f"warning: torch.compile failed ({reason}). Going on without it."
     finally:

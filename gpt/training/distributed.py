@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,7 +49,8 @@ class World:
         return tensor.tolist()
 
     def from_first(self, function: Callable):
-        """Call `function` on process 0 while the others wait; return its result, or raise its error, on all."""
+        """Call `function` on process 0 while the others wait; return its result on all. A Mistake, a Failure or an
+        OSError is raised on all; for another error the others lose process 0."""
         if self.size == 1:
             return function()
         import torch.distributed as dist
@@ -113,7 +115,10 @@ def joined(world: World, device: str):
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
+        # torchrun repeats the words of the process that failed first, by times in whole seconds. So this one waits: it
+        # speaks later, or torchrun ends it by SIGTERM before.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
         reason = str(error).partition("\n")[0]
         remedy = "Its own message says why; if it was tokenizing for long, prepare the corpus: data/prepare.py"
         raise Failure(f"another process of this job is gone or late ({reason}). {remedy}") from error
@@ -171,13 +176,13 @@ def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def like(x, whole):
-    """`whole`, sharded like x if x is a DTensor."""
+def like(x, full):
+    """`full`, sharded like x if x is a DTensor."""
     if not hasattr(x, "full_tensor"):
-        return whole
+        return full
     from torch.distributed.tensor import DTensor, Replicate  # takes a second, and only sharded models need it
 
-    replicas = DTensor.from_local(whole, x.device_mesh, [Replicate()], run_check=False)
+    replicas = DTensor.from_local(full, x.device_mesh, [Replicate()], run_check=False)
     return replicas.redistribute(placements=x.placements)
 
 

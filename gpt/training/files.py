@@ -51,11 +51,14 @@ def append(path: Path, record: dict):
 
 def read_lines(path: Path) -> list[dict]:
     """The records of a file of JSON lines; none if there is no such file. A last line that a kill cut short does not
-    count."""
+    count. Raises Mistake for a damaged line."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise Mistake(f"a line of the file is damaged ({path}: {error}). Delete that line.") from None
 
 
 @contextlib.contextmanager
@@ -64,6 +67,8 @@ def held(folder: Path):
     Raises Mistake if another process holds it."""
     from filelock import FileLock, Timeout
 
+    if not folder.is_dir():  # FileLock would make it
+        raise Mistake(f"no such folder ({folder.absolute()}). Name another.")
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

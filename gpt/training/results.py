@@ -18,15 +18,19 @@ def run_name(placement: str, seed: int) -> str:
 
 
 def code_of(model, *functions) -> str:
-    """A checksum of the sources that decide a run: these functions, the classes of the model's modules, which leave out
-    the other placements, and the files that all runs use. A constant outside of a class is not seen."""
-    from gpt import BLOCKS, blocks, layers, loss, norms
-    from gpt.training import data, optim
+    """A checksum of the sources that decide a run: these functions; the classes of the model's modules, and the
+    functions of gpt/blocks.py that they name, so that another placement may be added; and the files that all runs use.
+    Not seen are constants of gpt/blocks.py, and files that are not named here."""
+    from gpt import BLOCKS, blocks, layers, loss, norms, tokenizer
+    from gpt.training import corpus, data, optim, settings, trainer
 
     classes = {each for module in model.modules() for each in type(module).__mro__}
-    ours = sorted((each for each in classes if each.__module__.split(".")[0] not in ("torch", "builtins")), key=str)
-    functions += (blocks.make_norm, *filter(inspect.isfunction, [BLOCKS[model.config.norm]]))
-    sources = "".join(map(inspect.getsource, (*ours, *functions, layers, norms, loss, data, optim)))
+    ours: list = [each for each in classes if each.__module__.split(".")[0] not in ("torch", "builtins")]
+    functions += tuple(filter(inspect.isfunction, [BLOCKS[model.config.norm]]))
+    wiring = "".join(inspect.getsource(each) for each in (*sorted(ours, key=str), *functions))
+    helpers = [each for name, each in vars(blocks).items() if inspect.isfunction(each) and name in wiring]
+    files: list = [layers, norms, loss, tokenizer, corpus, data, optim, settings, trainer]
+    sources = wiring + "".join(inspect.getsource(each) for each in (*helpers, *files))
     return hashlib.sha256(sources.encode("utf-8")).hexdigest()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.config import Mistake
+from gpt.config import Failure, Mistake
 from gpt.tokenizer import identity
 from gpt.training.files import flush, read_json, write
 
@@ -21,7 +21,7 @@ class Shards:
     """The ids of several files, one file after another, read like a one-dimensional array: `len`; slices without a
     step, which read nothing; np.asarray of a slice, which reads the slice. `digest` tells one corpus from another.
 
-    A read opens its files and closes them again. It raises Mistake if one was changed after read() made the Shards."""
+    A read opens its files and closes them again. It raises Failure if one was changed after read() made the Shards."""
 
     def __init__(self, files: list[tuple[Path, int]], bounds: list[int], dtype: np.dtype, digest: str, span: range):
         self.files = files  # the path, and when the file was last changed (ns)
@@ -47,7 +47,7 @@ class Shards:
     def _read(self, path: Path, changed: int, first: int, count: int) -> np.ndarray:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_mtime_ns != changed:  # perhaps another corpus was prepared in its place
-                raise Mistake(f"the prepared corpus was changed while it was in use ({path}). Start again.")
+                raise Failure(f"the prepared corpus was changed during the run ({path}). Put it back and --resume.")
             file.seek(first * self.dtype.itemsize)
             return np.frombuffer(file.read(count * self.dtype.itemsize), self.dtype)
 

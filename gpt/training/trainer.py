@@ -20,7 +20,6 @@ from gpt.study.depth import depth_profile
 from gpt.tokenizer import TOKENIZERS
 from gpt.training import checkpoint, corpus, device, distributed, optim, report
 from gpt.training.data import Data
-from gpt.training.distributed import ALONE, whole
 from gpt.training.files import append, held, write
 from gpt.training.run import StopRequest, forget_later_lines, new_run
 from gpt.training.settings import TrainConfig, tokenizer_of
@@ -30,26 +29,28 @@ class Diverged(Failure, FloatingPointError):
     """The loss or the weights of a run are not finite; `step` is the first at which this was seen."""
 
     def __init__(self, record: dict):
-        self.step = record["step"]
-        losses = ", ".join(f"{name} {record[name]}" for name in ("loss", "val_loss") if name in record)
-        numbers = f"step {self.step}: {losses}, rate {record['lr']:.2e}, gradient norm {record['grad_norm']}"
-        remedy = "Lower --lr or lengthen --warmup-steps; what was saved before is intact."
-        super().__init__(f"the run diverged ({numbers}). {remedy}")
+        super().__init__(record)
+        self.record, self.step = record, record["step"]
+
+    def __str__(self):
+        words = {"loss": "loss", "val_loss": "val_loss", "lr": "rate", "grad_norm": "gradient norm"}
+        numbers = ", ".join(f"{words[name]} {self.record[name]}" for name in words if name in self.record)
+        return f"the run diverged (step {self.step}: {numbers}). Lower --lr or lengthen --warmup-steps."
 
 
 class Trainer:
     """A run, from its set-up to its end, as a context manager: entering it meets every mistake before the first step.
 
     `model` is the plain module, which is evaluated, saved and sampled. Only a training step calls `net`, which may be
-    compiled or replicated. `state` is kept in each checkpoint: the "step" and the losses so far. The arguments are
-    those of train.train.
+    compiled or replicated. `state` is what state.json of a checkpoint has. The arguments are those of train.train.
     """
 
     def __init__(self, config: TrainConfig, out: str | None, resume: str | None, overwrite: bool, progress):
         self.world = distributed.world()
         self.micro_size = config.micro_size(self.world.size)
-        machine = device.look(config.device)
-        self.compute = device.choose(config.device, config.dtype, config.compile, machine, self.world)
+        self.compute = device.choose(
+            config.device, config.dtype, config.compile, device.look(config.device), self.world
+        )
         if config.shard and self.compute.dtype == "float16" and self.world.size > 1:
             raise Mistake("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
         report.require_tensorboard(config)
@@ -58,7 +59,7 @@ class Trainer:
     def __enter__(self):
         with contextlib.ExitStack() as stack:
             stack.enter_context(distributed.joined(self.world, self.compute.device))
-            stack.callback(vars(self).clear)  # a process group that is held when the processes part may hang the exit
+            stack.callback(vars(self).clear)  # a reference to the process group that outlives it can hang the exit
             self._load()
             warning = self._build()
             self._begin(stack, warning, self._open(stack))
@@ -110,12 +111,12 @@ class Trainer:
         """Make the run's folder, or go on from a checkpoint in it; returns a line on each setting that has changed."""
         self._tensors: list[dict] = [{}, {}]  # the first process reads them, and hands them to all
         self.run, self.state, changes = self.world.from_first(lambda: self._open_folder(stack))
-        # What is due after the checkpoint's step, if the run ended after saving that and before logging it.
+        # The record of the checkpoint's step, unless that is logged: then what was due after it is done again.
         self.unfinished: dict | None = self.state.get("record")
         if self.resume:
             distributed.restore(self.model, self.optimizer, self.world, *self._tensors)
             if self.world.first:
-                forget_later_lines(self.run, self.step - 1 if self.unfinished else self.step)
+                forget_later_lines(self.run, self.step - bool(self.unfinished and self.probes(self.step)))
             if self.scaler.is_enabled() and self.state["scaler"]:
                 self.scaler.load_state_dict(self.state["scaler"])
         del self._tensors
@@ -132,17 +133,15 @@ class Trainer:
         return run, state, changes
 
     def _begin(self, stack, warning: str | None, changes: list[str]):
-        """Say what is about to happen."""
-        config, first = self.config, self.world.first
-        if self.progress is None:
-            self.progress = stack.enter_context(Progress(config.steps, self.step, first))
-        if first:
+        """Say what is about to happen, and open what will be written."""
+        self.progress = self.progress or stack.enter_context(Progress(self.config.steps, self.step, self.world.first))
+        if self.world.first:
             write(self.run / "config.json", json.dumps(self.settings, indent=1))
-            self.lines = report.Lines(self.run, config.tensorboard, self.step)
+            self.lines = report.Lines(self.run, self.config.tensorboard, self.step)
             stack.callback(self.lines.close)
-            opening = "\n".join([report.opening(self), *changes])
-            self.progress.begin(opening, [*filter(None, [warning]), *report.warnings(self)])
-        self.drawn, self.clock = time.monotonic(), (self.step, time.perf_counter())  # the speed is measured from there
+            warnings = [*filter(None, [warning]), *report.warnings(self)]
+            self.progress.begin("\n".join([report.opening(self), *changes]), warnings)
+        self.drawn, self.clock = time.monotonic(), (self.step, time.perf_counter())
 
     @property
     def step(self) -> int:
@@ -183,42 +182,41 @@ class Trainer:
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict:
         """The numbers of a step, read back from the device. Raises Diverged if they or the weights are not finite."""
-        since, clock = self.clock
-        tokens = (step - since) * self.config.batch_size * self.config.model.context_length
+        tokens = (step - self.clock[0]) * self.config.batch_size * self.config.model.context_length
         record: dict = {"step": step, "loss": self.world.total([loss.item()])[0] / self.world.size}
-        record |= {"lr": optim.lr_at(step - 1, self.config), "grad_norm": whole(grad_norm).item()}
-        record["tokens_per_s"] = round(tokens / (time.perf_counter() - clock))
+        record |= {"lr": optim.lr_at(step - 1, self.config), "grad_norm": distributed.whole(grad_norm).item()}
+        record["tokens_per_s"] = round(tokens / (time.perf_counter() - self.clock[1]))
         # In float16 the scaler mends a gradient that is not finite.
         numbers = [record["loss"]] if self.scaler.is_enabled() else [record["loss"], record["grad_norm"]]
-        weights = [whole(parameter.isfinite().all()) for parameter in self.model.parameters()]
+        weights = [distributed.whole(parameter.isfinite().all()) for parameter in self.model.parameters()]
         if not (all(map(math.isfinite, numbers)) and all(weights)):
             raise Diverged(record)
-        if not math.isfinite(record["grad_norm"]):
-            record["grad_norm"] = None  # JSON knows no infinity
+        record["grad_norm"] = record["grad_norm"] if math.isfinite(record["grad_norm"]) else None  # JSON has no inf
         return record
 
     def save(self, record: dict):
         """Write a checkpoint of the record's step."""
-        self.state |= {"step": record["step"], "scaler": self.scaler.state_dict(), "record": record}
-        self.state |= {"config": self.settings, "corpus": self.digest}
+        self.state |= {"step": record["step"], "record": record, "config": self.settings, "corpus": self.digest}
+        self.state["scaler"] = self.scaler.state_dict()
         tensors = distributed.gathered(self.model, self.optimizer, self.world)
-        self.world.from_first(lambda: checkpoint.save(self.run, *tensors, self.state, self.config.keep))
+        self.world.from_first(lambda: checkpoint.save(self.run, *tensors, self.state))
 
     def evaluate(self, record: dict):
-        """Add the validation loss to a step's record and note it in the step's checkpoint; the least one so far makes
-        it the best, and is saved if it was not."""
+        """Add the validation loss to a step's record. If it is the least so far, the step becomes the best, and is
+        saved if it was not."""
         with self.compute.autocast():
             record["val_loss"] = mean_loss(self.loss, self.data.windows(self.micro_size), self.world)
         if not math.isfinite(record["val_loss"]):
             raise Diverged(record)
         self.state["val_loss"] = record["val_loss"]
-        least = self.state["best_step"] is None or record["val_loss"] < self.state["best_val_loss"]
-        if least:
+        if self.state["best_step"] is None or record["val_loss"] < self.state["best_val_loss"]:
             self.state |= {"best_step": record["step"], "best_val_loss": record["val_loss"]}
-        if self.step == record["step"]:
-            self.world.from_first(lambda: checkpoint.tidy(self.run, self.state, self.config.keep))
-        elif least:
-            self.save(record)
+            if self.step != record["step"]:
+                self.save(record)
+
+    def tidy(self):
+        """Note in the newest checkpoint what its evaluation has added, and delete the checkpoints that may go."""
+        self.world.from_first(lambda: checkpoint.tidy(self.run, self.state, self.config.keep))
 
     def log(self, record: dict):
         """Write a step's record to metrics.jsonl and to the terminal."""
@@ -233,7 +231,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def mean_loss(net: NextToken, windows, world=ALONE) -> float:
+def mean_loss(net: NextToken, windows, world=distributed.ALONE) -> float:
     """The loss per token over the (B, T + 1) `windows` of tokens, in evaluation mode. Of several processes each takes
     its share of the windows; all get the result."""
     windows, loss, count, training = iter(windows), 0.0, 0, net.training
