@@ -96,6 +96,16 @@ def test_kills_lose_nothing_that_was_saved(tmp_path, text_file, forks):
     assert not [path.name for path in (tmp_path / "r").glob(".*") if path.name != ".lock"]
 
 
+def test_a_kill_between_probing_and_logging_a_saved_step_repeats_neither(here, forks, capsys):
+    prelude = "from gpt.training.trainer import Trainer; Trainer.log = lambda *arguments: os.kill(os.getpid(), 9)"
+    settings = [*FLAGS, "--data", "text.txt", "--save-every", 1, "--probe-every", 1, "--steps", 2]
+    process = forks.start("train", "--out", "r", *settings, cwd=here, prelude=prelude)
+    assert process.wait() == -signal.SIGKILL and last(here / "r") == 1 and not (here / "r" / "metrics.jsonl").exists()
+    assert call(train, "--resume", "--out", "r", capsys=capsys)[0] == 0
+    assert steps(here / "r") == [1, 2]
+    assert [record["step"] for record in records(here / "r", "probe.jsonl")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("limit", [100_000, 150_000])  # of one file: within the weights, and the moments
 def test_a_full_disk_ends_the_run_with_one_line_and_the_old_checkpoint_intact(run, forks, capsys, limit):
     sizes = {path.name: path.stat().st_size for path in (run / "step-000004").iterdir()}
