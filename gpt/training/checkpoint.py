@@ -70,13 +70,12 @@ def save(run: Path, weights: dict, moments: dict, state: dict):
 
 
 def tidy(run: Path, state: dict, keep: int):
-    """Note what an evaluation has added to `state` in the checkpoint of its step, if there is one, and point `best` at
-    `state["best_step"]` unless None; then delete all checkpoints but the newest `keep`, the last and the best."""
+    """Note in the checkpoint of `state["step"]` what an evaluation has added to `state`, and point `best` at
+    `state["best_step"]` unless None; then delete all checkpoints but the newest `keep`, this one and the best."""
     path = path_of(run, state["step"]) / "state.json"
-    if path.exists():
-        stored = read_json(path)
-        if stored | state != stored:
-            write(path, json.dumps(stored | state, indent=1))
+    stored = read_json(path)
+    if stored | state != stored:
+        write(path, json.dumps(stored | state, indent=1))
     needed = {path.parent}
     if state["best_step"] is not None:
         needed.add(path_of(run, state["best_step"]))

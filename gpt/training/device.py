@@ -96,9 +96,8 @@ def for_sampling(model: GPT, compute: Compute) -> GPT:
         swapped = {Linear: LinearByColumns, torch.nn.Linear: LinearByColumns, GPT: GPTByColumns}
         for module in [each for each in model.modules() if type(each) in swapped]:
             module.__class__ = swapped[type(module)]
-            weight: torch.Tensor = (model.token_embedding if isinstance(module, GPT) else module).get_parameter(
-                "weight"
-            )
+            layer = model.token_embedding if module is model else module
+            weight = layer.get_parameter("weight")
             weight.data = weight.data.t().contiguous().t()
     return model
 

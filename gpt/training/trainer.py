@@ -116,7 +116,8 @@ class Trainer:
         if self.resume:
             distributed.restore(self.model, self.optimizer, self.world, *self._tensors)
             if self.world.first:
-                forget_later_lines(self.run, self.step - bool(self.unfinished and self.probes(self.step)))
+                probes_again = self.unfinished is not None and self.probes(self.step)
+                forget_later_lines(self.run, self.step - 1 if probes_again else self.step)
             if self.scaler.is_enabled() and self.state["scaler"]:
                 self.scaler.load_state_dict(self.state["scaler"])
         del self._tensors
