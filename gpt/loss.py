@@ -3,14 +3,15 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 LOGITS = 2**24  # about as many exist at once
 
 
 def next_token_loss(logits, targets):
-    """Mean cross-entropy in nats of (B, T, vocab_size) logits against (B, T) targets; float32 in any precision."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    """Mean cross-entropy in nats of (B, T, vocab_size) logits against (B, T) targets, in float32 or, of float64 logits,
+    float64. For second derivatives compute the logits within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(dtype).flatten(0, 1), targets.flatten())
 
 
 class NextToken(nn.Module):
@@ -35,7 +36,7 @@ class HeadLoss(torch.autograd.Function):
         dloss/dx = E^T p                       dloss/dE = p x^T
 
     One pass over the logits gives the loss and both gradients; backward only scales them. The vocabulary is padded to
-    a multiple of `multiple` with ids of probability 0.
+    a multiple of `multiple` with ids of probability 0. There is no second derivative, since x is not kept.
     """
 
     @staticmethod
@@ -49,7 +50,8 @@ class HeadLoss(torch.autograd.Function):
             E = F.pad(E, (0, 0, 0, -V % multiple))
         loss, dx, dE = 0.0, None, None
         if with_gradient:
-            dx, dE = torch.empty_like(x_NC, dtype=x.dtype), torch.zeros_like(E, dtype=embedding.dtype)
+            sums = torch.float32 if dtype == torch.float16 else embedding.dtype
+            dx, dE = torch.empty_like(x_NC, dtype=x.dtype), torch.zeros_like(E, dtype=sums)
         rows = max(1, LOGITS // V)
         for part in (slice(start, start + rows) for start in range(0, len(targets), rows)):
             t = targets[part, None]
@@ -60,7 +62,11 @@ class HeadLoss(torch.autograd.Function):
             if with_gradient:
                 p = z.sub_(normalizer).exp_().scatter_add_(-1, t, -torch.ones_like(normalizer)).to(dtype)
                 dx[part] = p @ E
-                if dtype == dE.dtype:
+                if dtype == torch.float16:
+                    # The sum over many tokens may exceed 65,504. As |p| <= 1, it cannot for x times `fit`.
+                    fit = (2**15 / (len(t) * x_NC[part].abs().amax().float())).clamp(max=1)
+                    dE += (p.T @ (x_NC[part] * fit)).float() / fit
+                elif dtype == dE.dtype:
                     dE.addmm_(p.T, x_NC[part])
                 else:
                     dE += p.T @ x_NC[part]
@@ -70,8 +76,9 @@ class HeadLoss(torch.autograd.Function):
         return loss / len(targets)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
+        if torch.is_grad_enabled():  # create_graph: what is saved would count as constant
+            raise RuntimeError("NextToken has no second derivative. Use next_token_loss(model(tokens), targets).")
         dx, dE = ctx.saved_tensors
         scale = g * ctx.scale
         return dx.mul_(scale), dE.mul_(scale), None, None, None

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 
 class _LayerNormFunction(torch.autograd.Function):
@@ -19,6 +18,10 @@ class _LayerNormFunction(torch.autograd.Function):
         dL/dx = r * (h - mean(h) - n * mean(h * n)).
     In words: the parts of the gradient that would shift the row (mean(h)) or stretch it (mean(h * n)) are removed,
     because the norm undoes both. The rest is divided by the row's standard deviation.
+
+    Second derivatives. n and r are outputs too, so autograd knows that what backward computes from them depends on x.
+    Their own gradients g_n and g_r arrive when that is differentiated: h = g * gamma + g_n, and by dr/dx = -r^2 n/d
+    the gradient g_r adds g_r r/d to mean(h * n).
     """
 
     @staticmethod
@@ -34,18 +37,26 @@ class _LayerNormFunction(torch.autograd.Function):
         ctx.dtypes = x.dtype, gamma.dtype, None if beta is None else beta.dtype
         gamma = gamma.to(n.dtype)
         y = n * gamma if beta is None else torch.addcmul(beta.to(n.dtype), n, gamma)
-        return y.to(x.dtype)
+        if torch.compiler.is_compiling():  # compiled code refuses second derivatives
+            return (y.to(x.dtype),)
+        ctx.set_materialize_grads(False)
+        return y.to(x.dtype), n, r
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
+    def backward(ctx, g, g_n=None, g_r=None):
         n, r, gamma = ctx.saved_tensors
         x_dtype, gamma_dtype, beta_dtype = ctx.dtypes
+        g = torch.zeros_like(n) if g is None else g
         g, gamma = g.to(n.dtype), gamma.to(n.dtype)
         d = n.size(-1)
         h, gn = g * gamma, g * n
         # Not by the matrix products g @ gamma and gn @ gamma: autocast would round those to half precision.
         mean_h, mean_hn = h.mean(-1, keepdim=True), (gn * gamma).mean(-1, keepdim=True)
+        if g_n is not None:
+            h, mean_h = h + g_n, mean_h + g_n.mean(-1, keepdim=True)
+            mean_hn = mean_hn + (g_n * n).mean(-1, keepdim=True)
+        if g_r is not None:
+            mean_hn = mean_hn + g_r * r / d
         dx = h.sub_(mean_h).addcmul_(n, mean_hn, value=-1).mul_(r)
         dgamma = gn.reshape(-1, d).sum(0).to(gamma_dtype)
         dbeta = g.reshape(-1, d).sum(0).to(beta_dtype) if beta_dtype else None
@@ -57,7 +68,8 @@ class LayerNorm(nn.Module):
 
     mu and the biased variance sigma^2 are those of one token's `width` numbers: x of any shape (..., width) gives y
     of the same shape and dtype. gamma (`weight`) starts at 1 and beta (`bias`) at 0. For half-precision inputs mu and
-    sigma^2 are computed in float32. A row of equal numbers gives beta.
+    sigma^2 are computed in float32. A row of equal numbers gives beta. torch.autograd differentiates it any number of
+    times; torch.func does not take it, since that would cost every call time.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
@@ -67,7 +79,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x):
-        return _LayerNormFunction.apply(x, self.weight, self.bias, self.eps)
+        return _LayerNormFunction.apply(x, self.weight, self.bias, self.eps)[0]
 
     def extra_repr(self):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"

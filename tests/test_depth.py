@@ -5,15 +5,17 @@ import re
 
 import pytest
 import torch
-from toys import call, records, toy_config, toy_model, toy_tokens
+from toys import TOY, TOY_RUN, as_flags, call, records, toy_config, toy_model, toy_tokens
 
+import compare
 import probe
 import train
 from gpt import BLOCKS
+from gpt.blocks import Block
+from gpt.files import append
 from gpt.loss import next_token_loss
 from gpt.study.depth import MEASURES, depth_profile, random_stack
 from gpt.training import checkpoint
-from gpt.training.files import append
 
 
 @pytest.mark.parametrize("placement", BLOCKS)
@@ -46,6 +48,96 @@ def test_branches_are_measured_where_they_come_out():
     mlp = model.blocks[0].mlp(model.blocks[0].mlp_norm(x + attn))
     assert profile["attn"] == pytest.approx([attn.square().mean().sqrt().item()])
     assert profile["mlp"] == pytest.approx([mlp.square().mean().sqrt().item()])
+
+
+class TwoStreams(Block):
+    """Two streams in one tensor, (B, T, 2 C), from the first block to the last, which adds them up."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.first, self.last = layer == 1, layer == config.n_layers
+
+    def forward(self, x):
+        x, y = (x, x) if self.first else x.chunk(2, -1)
+        x, y = x + self.attn(self.attn_norm(y)), y + self.mlp(self.mlp_norm(x))
+        return x + y if self.last else torch.cat([x, y], -1)
+
+
+class Pair(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class Pairs(Block):
+    """Attention alone; it puts out a pair, and all blocks but the last do."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.attn, self.last = Pair(self.attn), layer == config.n_layers
+        del self.mlp, self.mlp_norm
+
+    def forward(self, x):
+        x = x if isinstance(x, torch.Tensor) else x[0]
+        x = x + self.attn(self.attn_norm(x))[0]
+        return x if self.last else (x, None)
+
+
+class Wrapped(Block):
+    """Pre-LN with a last matrix of the MLP that has no weight of that name."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.mlp.down = torch.nn.Sequential(self.mlp.down)
+
+    def forward(self, x):
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+UNMEASURED = {TwoStreams: {"ratio", "cosine"}, Pairs: {*MEASURES}, Wrapped: {"mlp_grad"}}
+
+
+@pytest.mark.parametrize("placement", UNMEASURED)
+def test_what_some_block_does_not_have_is_left_out(here, quick, capsys, monkeypatch, placement):
+    """The placement trains with a probe, and is probed and compared."""
+    monkeypatch.setitem(BLOCKS, "mine", placement)
+    measures = [measure for measure in MEASURES if measure not in UNMEASURED[placement]]
+    assert list(depth_profile(toy_model(norm="mine", n_layers=3), toy_tokens())) == measures
+    train.train(toy_config(norm="mine", data="text.txt", steps=2, probe_every=1), "r")
+    assert all(record.keys() == {"step", *measures} for record in records(here / "r", "probe.jsonl"))
+    capsys.readouterr()
+    for arguments in (["mine", *SMALL], ["r"]):
+        status, out, err = call(probe, *arguments, "--out", "p.png", capsys=capsys)
+        assert (status, err) == (0, "") and (here / "p.png").exists()
+        assert ["depth", *measures] in [line.split() for line in out.splitlines()]
+    flags = as_flags(TOY_RUN | TOY | {"data": "text.txt", "steps": 1, "seeds": 1})
+    assert call(compare, "mine", "pre", *flags, "--out", "c", capsys=capsys)[0] == 0
+    assert is_picture(here / "c" / "depth.png")
+
+
+class InPlace(Block):
+    """Pre-LN that adds to its input in place."""
+
+    def forward(self, x):
+        x += self.attn(self.attn_norm(x))
+        x += self.mlp(self.mlp_norm(x))
+        return x
+
+
+def test_a_block_that_changes_its_input_in_place_has_the_same_profile(monkeypatch):
+    monkeypatch.setitem(BLOCKS, "mine", InPlace)
+    mine, pre = (depth_profile(toy_model(norm=name), toy_tokens()) for name in ("mine", "pre"))
+    assert mine.keys() == pre.keys() and all(mine[name] == pytest.approx(pre[name], rel=1e-5) for name in pre)
+
+
+def test_a_module_that_is_several_blocks_is_measured_at_each():
+    one, three = toy_model(n_layers=3), toy_model(n_layers=3)
+    one.blocks[1] = one.blocks[2] = one.blocks[0]
+    three.load_state_dict(one.state_dict())
+    one, three = depth_profile(one, toy_tokens()), depth_profile(three, toy_tokens())
+    for name in one.keys() - {"mlp_grad"}:
+        assert one[name] == pytest.approx(three[name], rel=1e-5)
+    assert len({*one["stream"]}) == 3
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -123,11 +123,22 @@ def test_one_tensor_of_the_inputs_size_is_kept_for_the_backward():
     assert sum(count == 32 * 64 for count in kept) == 1 and sum(kept) < 1.2 * 32 * 64
 
 
-def test_a_second_derivative_is_refused_and_not_wrong():
-    x = torch.randn(3, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(LayerNorm(8)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", NORMS)
+def test_second_and_third_derivatives_are_right(name, bias):
+    """Also where what comes back to the norm does not depend on anything."""
+    norm = NORMS[name](5, bias=bias).double()
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(5, dtype=torch.float64)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    inputs = [x, *norm.parameters()]
+
+    def gradient(*inputs):
+        return torch.autograd.grad((norm(x) * weights).sum(), inputs[:2], create_graph=True)
+
+    assert torch.autograd.gradgradcheck(lambda x, *parameters: norm(x), inputs)
+    assert torch.autograd.gradcheck(gradient, inputs) and torch.autograd.gradgradcheck(gradient, inputs)
 
 
 def test_rms_norm_is_the_librarys():

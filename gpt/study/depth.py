@@ -1,5 +1,7 @@
 """Signal and gradient by depth, measured by hooks on the modules, so that no layer contains code for it."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 
@@ -18,24 +20,43 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
     stream_grad  norm of the loss's gradient with respect to the stream before the block
     mlp_grad     norm of the loss's gradient with respect to the MLP's last matrix
 
-    Each is a list of L numbers. The model keeps its mode and its weights, and has no gradients afterwards.
+    Each is a list of L numbers. A measure that some block does not have is left out: a branch that is not there or puts
+    out more than a tensor, a change between streams of different shapes. The model keeps its mode and its weights, and
+    has no gradients afterwards.
     """
-    seen: list[dict] = [{} for _ in model.blocks]
+    places: list[dict] = []  # the measures of each block, in the order of the calls
 
-    def watch(place, name):
+    def enter(block, inputs):
+        (x,), place = inputs, {}
+        places.append(place)
+        if isinstance(x, torch.Tensor):
+            place["before"] = x.detach().clone()  # a block may change it in place
+            if x.requires_grad:
+                x.register_hook(lambda grad: place.update(stream_grad=grad.float().norm()))
+
+    def leave(block, inputs, output):
+        before = places[-1].pop("before", None)
+        if isinstance(output, torch.Tensor):
+            output = output.detach()
+            places[-1]["stream"] = _rms(output)
+            if before is not None and before.shape == output.shape:
+                places[-1]["ratio"] = _rms(output - before) / _rms(before)
+                places[-1]["cosine"] = F.cosine_similarity(output.float(), before.float(), dim=-1).mean()
+
+    def branch(name):
         def keep(module, inputs, output):
-            place[name] = output
-            if name == "after":
-                (place["before"],) = inputs
-                place["before"].retain_grad()
+            if isinstance(output, torch.Tensor):
+                places[-1][name] = _rms(output.detach())
 
         return keep
 
     training = model.training
     handles = []
-    for block, place in zip(model.blocks, seen):
-        for module, name in ((block, "after"), (block.attn, "attn"), (block.mlp, "mlp")):
-            handles.append(module.register_forward_hook(watch(place, name)))
+    for block in dict.fromkeys(model.blocks):  # a module that is several blocks is watched once
+        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+        for name in ("attn", "mlp"):
+            with contextlib.suppress(AttributeError):
+                handles.append(block.get_submodule(name).register_forward_hook(branch(name)))
     try:
         model.eval()
         model.zero_grad(set_to_none=True)
@@ -45,22 +66,14 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
         for handle in handles:
             handle.remove()
         model.train(training)
-    profile: dict[str, list[float]] = {name: [] for name in MEASURES}
-    for block, place in zip(model.blocks, seen):
-        before, after = place["before"].detach(), place["after"].detach()
-        values = (
-            _rms(after),
-            _rms(place["attn"].detach()),
-            _rms(place["mlp"].detach()),
-            _rms(after - before) / _rms(before),
-            F.cosine_similarity(after.float(), before.float(), dim=-1).mean(),
-            place["before"].grad.float().norm(),
-            block.mlp.down.weight.grad.float().norm(),
-        )
-        for name, value in zip(MEASURES, values):
-            if hasattr(value, "full_tensor"):  # of a weight of which each process has a part
-                value = value.full_tensor()
-            profile[name].append(float(value))
+    for block, place in zip(model.blocks, places):
+        with contextlib.suppress(AttributeError):
+            if (grad := block.get_parameter("mlp.down.weight").grad) is not None:
+                place["mlp_grad"] = grad.float().norm()
+    profile = {}
+    for name in MEASURES:
+        if all(name in place for place in places):
+            profile[name] = [_number(place[name]) for place in places]
     model.zero_grad(set_to_none=True)
     return profile
 
@@ -84,6 +97,11 @@ def random_stack(depth=12, gain=0.7, norm=False, residual=False, width=256, seed
         profile["stream"].append(float(_rms(x)))
         profile["cosine"].append(float(F.cosine_similarity(x, first, dim=-1).mean()))
     return profile
+
+
+def _number(value) -> float:
+    """The value of a tensor, or of the DTensor that a measure of a shared-out weight is."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
 def _rms(x):
