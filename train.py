@@ -1,17 +1,18 @@
 """Train a GPT: python train.py --norm pre. Settings: defaults < a TOML file < flags; `--help` lists them."""
 
-import contextlib
 import math
 import sys
 import time
 from pathlib import Path
 
-from gpt.command_line import CommandLine
+sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+
+from gpt.command_line import CommandLine, tell
 from gpt.config import Mistake
+from gpt.files import courtesy, read_lines
 from gpt.training.distributed import reported
-from gpt.training.files import read_lines
 from gpt.training.report import closing, stopped
-from gpt.training.run import StopRequest
+from gpt.training.run import StopRequest, newest_run
 from gpt.training.settings import SETTINGS, TrainConfig, configure, from_weights, read_toml
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
@@ -93,11 +94,11 @@ def finish(run, record: dict, last: bool):
 
 
 def draw(run, last: bool):
-    """Draw curve.png again, at most once a second before the last step."""
-    from gpt.study import plots
-
+    """Draw curve.png again, at most once a second before the last step. It is a courtesy."""
     if last or time.monotonic() - run.drawn >= 1:
-        with contextlib.suppress(OSError):  # Windows replaces no picture that is looked at: the next time will do
+        with courtesy("draw curve.png", warn=run.progress.warn):
+            from gpt.study import plots
+
             plots.training_curve(read_lines(run.run / "metrics.jsonl"), run.tokenizer.unit, run.run / "curve.png")
         run.drawn = time.monotonic()
 
@@ -125,51 +126,54 @@ def run(flags: dict) -> int:
     path, out, resume, which, overwrite = (flags.pop(name) for name in OPTIONS)
     if resume not in (None, "yes", "auto"):
         raise Mistake(f"--resume takes auto or nothing ({resume}). Name the run by --out.")
-    if (resume or overwrite) and not out or out == "":
-        raise Mistake("--resume and --overwrite need the run's name (none). Give --out RUN.")
+    if out is None and (overwrite or resume == "auto"):
+        raise Mistake("--resume auto and --overwrite need the run's name (none). Give --out RUN.")
     if resume and overwrite:
         raise Mistake("--resume keeps the run and --overwrite deletes it (both given). Give one of them.")
-    if which and resume != "yes":
+    if which is not None and resume != "yes":
         raise Mistake(f"--checkpoint is where to resume from ({which}). Give --resume too.")
+    if resume and out is None:
+        out = str(newest_run())
+    which = "last" if which is None else which
     begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
-    settings = (read_toml(path) if path else {}) | flags
+    settings = ({} if path is None else read_toml(path)) | flags
     for name in settings.keys() & {*OPTIONS[1:]}:
         raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
     base = TrainConfig()
     if begun:
         from gpt.training.checkpoint import find, read_state
 
-        base = read_state(find(out, which or "last"))[1]
+        base = read_state(find(out, which))[1]
     elif settings.get("init", "scratch") != "scratch":
         base = from_weights(configure({"init": settings["init"]}).init)
     config = configure(settings, base)
     with StopRequest() as stop:
         # A run that ended before it saved has nothing to lose.
-        end = train(config, out, (which or "last") if begun else None, overwrite or resume == "auto", stop)
+        end = train(config, out, which if begun else None, overwrite or resume == "auto", stop)
     if end["signum"] and end["step"] < config.steps:
         if end["first"]:
-            print(stopped(end))
+            tell(stopped(end))
         return 128 + end["signum"]
     if end["first"]:
-        print(closing(end) + "\n")
-        print(closing_sample(end["run"], config))
+        tell(closing(end) + "\n")
+        tell(closing_sample(end["run"], config))
     return 0
 
 
 def main(argv: list[str]):
-    hints = {"": "A setting is a flag, as --norm post."}
+    hints = {"": "A setting is a flag, as --norm post.", "--config": "Name the file without a flag."}
+    hints |= {"--epochs": "Training is counted in batches: --steps N."}
     usage = "train.py [CONFIG.toml] [--SETTING VALUE]..."
     command = CommandLine(hints, prog="train.py", usage=usage, description=__doc__)
     command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings from a file, as configs/tiny.toml")
-    command.add_settings(SETTINGS)
-    command.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")
-    text = "continue the run in --out, with its own settings; with auto: if there is one, else start it"
-    command.add_argument("--resume", nargs="?", const="yes", metavar="auto", help=text)
-    command.add_argument("--checkpoint", metavar="best|last|STEP", help="with --resume: where from (default: last)")
-    command.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
+    of_run = command.add_settings(SETTINGS)["run"]
+    of_run.add_argument("--out", metavar="RUN", help="run folder (default: a fresh one, runs/CORPUS-NORM)")
+    text = "continue the run in --out, or the newest, with its own settings; auto: the run in --out, or else start it"
+    of_run.add_argument("--resume", nargs="?", const="yes", metavar="auto", help=text)
+    of_run.add_argument("--checkpoint", metavar="best|last|STEP", help="with --resume: where from (default: last)")
+    of_run.add_argument("--overwrite", action="store_true", help="delete the run in --out first")
     flags = vars(command.parse_args(argv))
-    unread = "nobody reads the output any more (broken pipe). What was saved is intact: --resume auto --out RUN."
-    command.run(reported(lambda: run(flags)), unread)
+    command.run(reported(lambda: run(flags)))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,21 @@ import json
 import os
 import signal
 import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from toys import toy_config, toy_model, toy_tokens
+from toys import toy_config, toy_model, toy_tokens, write_config
 
-from gpt import BLOCKS
+import train
+from gpt import BLOCKS, GPT
+from gpt.blocks import PreLN
 from gpt.config import Failure, Mistake
+from gpt.files import write
 from gpt.loss import next_token_loss
 from gpt.training import checkpoint, distributed
 from gpt.training.distributed import ALONE
-from gpt.training.files import write
 from gpt.training.optim import make_optimizer
 from gpt.training.run import new_run, newest_run
 
@@ -140,6 +144,7 @@ def test_what_a_kill_left_behind_is_cleared_and_never_read(tmp_path):
     (tmp_path / "step-000004").mkdir()  # renamed, and killed before `last` was moved
     (tmp_path / "step-000004" / "state.json").write_text("{}", encoding="utf-8")
     assert checkpoint.find(tmp_path, "last").name == "step-000002"
+    checkpoint.try_folder(tmp_path)
     save(tmp_path, *everything, step=4)
     assert names(tmp_path) == ["best", "last", "step-000002", "step-000004"]
     assert checkpoint.load_model(tmp_path / "step-000004").config == everything[2].model
@@ -257,19 +262,91 @@ def test_a_fresh_run_takes_the_next_free_name(tmp_path, monkeypatch):
 def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     run, foreign = tmp_path / "run", tmp_path / "foreign"
     assert new_run(str(run), "", False) == run and new_run(str(run), "", False) == run
-    write(run / "config.json", '{"format": 1}')
-    with pytest.raises(Mistake, match=r"\(.*run\).*--resume.*--overwrite.*--out"):
-        new_run(str(run), "", False)
+    write_config(run)
+    write(run / "probe.jsonl", '{"step": 0}\n')
+    assert new_run(str(run), "", False) == run and names(run) == []  # it had ended before its first line
+    for name in ("metrics.jsonl", "last"):
+        write_config(run)
+        write(run / name, "")
+        with pytest.raises(Mistake, match=r"\(.*run\).*--resume.*--overwrite.*--out"):
+            new_run(str(run), "", False)
+        assert new_run(str(run), "", True) == run and names(run) == []
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work", encoding="utf-8")
-    (foreign / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    (foreign / "config.json").write_text('{"model_type": "gpt2", "format": 1, "steps": 9}', encoding="utf-8")
     for overwrite in (False, True):
         for place in (foreign, foreign / "thesis.txt"):
             with pytest.raises(Mistake, match=rf"\(.*{place.name}\).*--out"):
                 new_run(str(place), "", overwrite)
-    assert (foreign / "thesis.txt").exists()
-    new_run(str(run), "", True)
-    assert names(run) == []
+    assert names(foreign) == ["config.json", "thesis.txt"]
+
+
+def test_a_run_that_is_deleted_leaves_what_training_did_not_write(tmp_path):
+    save(tmp_path, *trained(), step=3)
+    mine = ["notes.jsonl", "step-3 was the best.txt", "thesis.txt"]
+    for name in [*mine, ".step-000001-old", "curve.png", "events.out.tfevents.1.2"]:
+        (tmp_path / name).touch()
+    write_config(tmp_path)
+    new_run(str(tmp_path), "", True)
+    assert names(tmp_path) == [".lock", *mine]
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path, monkeypatch):
+    """Also where another process is faster between the look and the making."""
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: new_run(None, "text-pre", False), range(40)))
+    assert len({*runs}) == 40
+
+
+def test_going_on_from_an_earlier_checkpoint_leaves_the_later_branch(tmp_path):
+    """A checkpoint of the branch that is left counts neither as the newest nor as the best."""
+    for step in (7, 8, 9):
+        save(tmp_path, *trained(), step=step, best_step=8 if step > 7 else None, keep=9)
+    checkpoint.leave_branch(tmp_path, {"step": 7, "best_step": None})
+    assert names(tmp_path) == ["last", "step-000007"] and checkpoint.find(tmp_path).name == "step-000007"
+    save(tmp_path, *trained(), step=8, best_step=8, keep=2)
+    checkpoint.leave_branch(tmp_path, {"step": 8, "best_step": 8})  # nothing is later
+    assert names(tmp_path) == ["best", "last", "step-000007", "step-000008"]
+
+
+class SharedNorm(PreLN):
+    """Its two norms are one module."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.mlp_norm = self.attn_norm
+
+
+class Transposed(PreLN):
+    """A weight of it is a transposed view, and another shares its memory."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.mlp.up.weight = torch.nn.Parameter(self.mlp.up.weight.data.t().contiguous().t())
+        self.mlp.down.weight = torch.nn.Parameter(self.mlp.up.weight.data.t())
+
+
+@pytest.mark.parametrize("block", [SharedNorm, Transposed])
+def test_weights_that_share_memory_are_saved_and_trained_further(tmp_path, text_file, monkeypatch, quick, block):
+    monkeypatch.setitem(BLOCKS, "mine", block)
+    config = toy_config(norm="mine", data=str(text_file), steps=4, save_every=2)
+    train.train(config, str(tmp_path / "r"))
+    train.train(config, str(tmp_path / "r"), resume="2")
+    loaded, again = (checkpoint.load_model(tmp_path / "r" / f"step-00000{step}") for step in (2, 4))
+    assert set(loaded.state_dict()) == set(GPT(again.config).state_dict())
+    assert not torch.equal(loaded.blocks[0].attn_norm.weight, again.blocks[0].attn_norm.weight)
+
+
+def test_a_checkpoint_is_hashed_and_read_in_pieces(tmp_path):
+    """Of a file of 64 MB no more than a part is in memory beside the tensors."""
+    weights = {"a": torch.zeros(2**24)}
+    tracemalloc.start()
+    checkpoint.save(tmp_path, weights, {}, {"step": 1})
+    checkpoint._tensors(tmp_path / "step-000001", "model.safetensors", {})
+    peak = tracemalloc.get_traced_memory()[1]  # Python's own, without torch's
+    tracemalloc.stop()
+    assert peak < 2**23
 
 
 def test_a_remedy_names_what_there_is(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from toys import ROOT, TOY_RUN, as_flags, call, records, toy_config, toy_model
+from toys import ROOT, TOY_RUN, as_flags, call, records, toy_config, toy_model, write_config
 
 import sample
 import train
@@ -240,7 +240,7 @@ def test_a_run_is_resumed_from_another_folder_with_its_own_text(here, monkeypatc
 def test_resume_auto_starts_what_is_not_there_and_continues_what_is(here, capsys):
     command = ["--data", "text.txt", "--out", "r", "--resume", "auto", *FLAGS, "--steps"]
     (here / "r").mkdir()
-    (here / "r" / "config.json").write_text('{"format": 1}', encoding="utf-8")  # ended before it saved
+    write_config(here / "r")  # ended before it saved
     for total, begun in ((2, 0), (3, 2), (3, 3)):
         status, out, err = call(train, *command, total, capsys=capsys)
         assert status == 0 and f"steps   {begun} of {total} done" in out, err
@@ -278,7 +278,9 @@ def test_a_folder_that_cannot_be_written(trained, forks):
         for how in (["r", "--resume"], ["r", "--overwrite"], ["new"]):
             prelude = "os.geteuid() or os.setuid(65534)"
             process = forks.start("train", "--data", "text.txt", "--out", *how, *FLAGS, cwd=folder, prelude=prelude)
-            assert process.wait() == 2 and process.err.startswith("error: ") and process.err.count("\n") == 1
+            assert process.wait() == 2 and process.err.startswith("error: ") and process.err.count("\n") == 1, (
+                process.err
+            )
             assert f"{how[0]}: Permission denied" in process.err, process.err
         for place in (folder, os.path.join(folder, "r")):
             os.chmod(place, 0o755)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpt.config import Mistake
-from gpt.training.files import append, held, read_json, read_lines, write
+from gpt.files import append, held, read_json, read_lines, write
 from gpt.training.run import forget_later_lines
 
 RECORDS = [{"step": step, "text": "é\n" * step} for step in range(4)]
@@ -14,8 +14,8 @@ RECORDS = [{"step": step, "text": "é\n" * step} for step in range(4)]
 @pytest.fixture
 def lines(tmp_path):
     for record in RECORDS:
-        append(tmp_path / "a.jsonl", record)
-    return tmp_path / "a.jsonl"
+        append(tmp_path / "metrics.jsonl", record)
+    return tmp_path / "metrics.jsonl"
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):

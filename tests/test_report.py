@@ -9,9 +9,9 @@ from toys import toy_config
 import train
 from gpt import BLOCKS
 from gpt.config import Mistake
+from gpt.files import read_lines
 from gpt.study import plots
 from gpt.training import report
-from gpt.training.files import read_lines
 from gpt.training.trainer import Trainer
 
 
@@ -109,6 +109,7 @@ def test_tensorboard_gets_what_metrics_jsonl_gets_also_after_a_resume(tmp_path, 
 
 def test_without_tensorboard_the_remedy_is_one_line_and_nothing_is_written(tmp_path, text_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(Mistake, match=r"--tensorboard.*pip install tensorboard"):
         train.train(toy_config(data=str(text_file), tensorboard=True), str(tmp_path / "r"))
     assert not (tmp_path / "r").exists()

@@ -18,7 +18,8 @@ from gpt.loss import NextToken
 from gpt.training import checkpoint, trainer
 from gpt.training.data import Data
 from gpt.training.distributed import World
-from gpt.training.trainer import Diverged, Trainer, mean_loss
+from gpt.training.report import Diverged
+from gpt.training.trainer import Trainer, mean_loss
 
 pytestmark = pytest.mark.usefixtures("quick")
 

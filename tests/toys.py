@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from gpt import GPT, ModelConfig
-from gpt.training.files import read_lines
+from gpt.files import read_lines
+from gpt.training.checkpoint import config_to_json
 from gpt.training.settings import TrainConfig, configure
 
 ROOT = Path(__file__).parents[1]
@@ -24,11 +25,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # orders, a line of JSON each, and answers each with a line: a process to start with its number; a number with the
 # status of that process, null while it runs; imports with null.
 SERVER = """
-import gc, json, os, signal, sys, traceback
+import contextlib, gc, json, os, signal, sys, traceback
 import torch
 torch.set_num_threads(1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
-import gpt.training.trainer, gpt.training.run, gpt.study.plots, gpt.generate, filelock, tqdm, sample, train
+import encodings.utf_8_sig, gpt.generate, gpt.pretrained, gpt.study.plots, gpt.training.trainer, tqdm
+import compare, prepare, sample, train
 
 def child(order):
     os.environ |= order["environment"]
@@ -36,7 +38,8 @@ def child(order):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(order[stream], os.O_CREAT | os.O_WRONLY | os.O_NOCTTY), number)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, encoding=order["encoding"]) for number in (1, 2))
+    sys.stdout = open(1, "w", buffering=1, encoding=order["encoding"])
+    sys.stderr = open(2, "w", buffering=1, encoding=order["encoding"], errors="backslashreplace")
     if order["quick"]:
         train.draw = train.closing_sample = lambda *arguments: ""
     try:
@@ -63,7 +66,8 @@ for line in sys.stdin:
         answer = os.fork()
         if answer == 0:
             status = child(order)
-            sys.stdout.flush(), sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
         running.add(answer)
     print(json.dumps(answer), flush=True)
@@ -74,12 +78,12 @@ os._exit(0)
 
 
 class Forks:
-    """Starts scripts as processes; `folder` gets what they say."""
+    """Starts scripts as processes; `folder` gets what they say. `environment` is that of all of them."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **environment):
         self.folder, self.count = folder, 0
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "data")])} | environment
         self.server = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **pipes)
         self.ask("None")  # it has imported everything
 
@@ -163,6 +167,12 @@ def toy_tokens(rows=2, length=16, vocab_size=61, seed=1) -> torch.Tensor:
 
 def toy_config(**settings) -> TrainConfig:
     return configure(TOY_RUN | settings)
+
+
+def write_config(run: Path, **settings):
+    """The config.json of a run, in its folder."""
+    text = json.dumps(config_to_json(toy_config(**settings)))
+    (run / "config.json").write_text(text, encoding="utf-8")
 
 
 def as_flags(settings: dict) -> list[str]:

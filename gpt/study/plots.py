@@ -1,12 +1,17 @@
 """The pictures. matplotlib is imported here and nowhere else."""
 
 import math
-import os
 import statistics
 import warnings
 from pathlib import Path
 
+from matplotlib import style
 from matplotlib.figure import Figure  # pyplot takes as long again to import, and looks for a screen
+
+from gpt.files import new_file
+
+# A user's own settings, as LaTeX for all text, may not work here.
+plain = style.context("default", after_reset=True)
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Further lines repeat them with dashes.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
@@ -15,6 +20,17 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
 
 
+def panels_of(profiles: dict[str, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
+    """The panels of `depth_lines` for {time: {line's name: depth profile}}, without what a profile lacks."""
+    panels = {}
+    for key, text in SHOWN.items():
+        for time, by_name in profiles.items():
+            if lines := {name: profile[key] for name, profile in by_name.items() if key in profile}:
+                panels[f"{text} {time}".strip()] = lines
+    return panels
+
+
+@plain
 def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Path, start: int = 1, counted="block"):
     """One log-scaled panel for each entry, {what is measured: {line's name: values by depth}}, saved to `path`.
     `start` is the depth of the first value; depth is `counted` in blocks or layers."""
@@ -30,6 +46,7 @@ def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Pat
     _save(figure, path)
 
 
+@plain
 def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path: Path):
     """One panel for each entry, {what is measured: {line's name: [values by step, for each seed]}}: the mean of the
     seeds, and the range between the lowest and the highest as a band."""
@@ -53,6 +70,7 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
     _save(figure, path)
 
 
+@plain
 def depth_by_step(panels: dict[str, tuple[list[int], list[list[float]]]], title: str, path: Path):
     """One panel for each entry, {what is measured: (steps, values by step and depth)}: depth upwards, steps to the
     right, the values as colours on a log scale."""
@@ -66,6 +84,7 @@ def depth_by_step(panels: dict[str, tuple[list[int], list[list[float]]]], title:
     _save(figure, path)
 
 
+@plain
 def training_curve(records: list[dict], unit: str, path: Path):
     """Loss, in nats per `unit`, and rate of the lines of a metrics.jsonl, by step."""
     figure = Figure(figsize=(7, 5))  # with fixed margins: to compute them takes as long as to draw
@@ -75,7 +94,7 @@ def training_curve(records: list[dict], unit: str, path: Path):
         points = [(record["step"], record[key]) for record in records if key in record]
         if points:
             losses.plot(*zip(*points), label=name, marker="o" if number else "", **_look(number))
-    losses.set_title(path.parent.name, parse_math=False)
+    losses.set_title(_readable(path.parent.name), parse_math=False)
     losses.set_ylabel(f"loss, nats per {unit}")
     losses.legend()
     rates.plot([record["step"] for record in records], [record["lr"] for record in records], **_look(2))
@@ -87,14 +106,19 @@ def training_curve(records: list[dict], unit: str, path: Path):
 
 def _panels(panels: dict, title: str):
     """A figure with a title, and its axes, one for each panel, with what is measured at their left."""
-    columns = min(len(panels), 2)
-    rows = math.ceil(len(panels) / columns)
+    columns = 2 if len(panels) > 1 else 1
+    rows = max(1, math.ceil(len(panels) / columns))
     figure = Figure(figsize=(6.2 * columns, 4.8 * rows), layout="constrained")
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(_readable(title), parse_math=False)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()[: len(panels)]
     for axis, measured in zip(axes, panels):
         axis.set_ylabel(measured)
     return figure, axes
+
+
+def _readable(text: str) -> str:
+    """The text with a question mark for each byte of a file's name that is not UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _look(number: int) -> dict:
@@ -125,8 +149,6 @@ def _name_lines(axis):
 def _save(figure, path: Path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".new-{path.name}")  # so that nobody opens half a picture
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), new_file(path) as new:  # so that nobody opens half a picture
         warnings.filterwarnings("ignore", "Glyph")  # a run's name may have letters that the font lacks
-        figure.savefig(new, dpi=110)
-    os.replace(new, path)
+        figure.savefig(new, dpi=110, format=path.suffix[1:])

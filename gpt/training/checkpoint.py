@@ -7,18 +7,17 @@ A checkpoint is written to a temporary folder, flushed to the disk and renamed, 
 """
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
-from gpt.config import Failure, Mistake, one_of, require_same
-from gpt.model import GPT
-from gpt.training.files import FORMAT, flush, read_json, read_lines, write
+from gpt.config import Failure, Mistake, ModelConfig, one_of, require_same
+from gpt.files import FORMAT, courtesy, new_folder, read_json, read_lines, sha256, write
+from gpt.model import GPT, with_weights
 from gpt.training.run import saved_runs
 from gpt.training.settings import TrainConfig, configure, flat
 
@@ -40,33 +39,49 @@ def config_from_json(stored: dict) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
+def try_folder(run: Path):
+    """Delete what a kill has left of saving or deleting a checkpoint, and save a small one. Raises Mistake if the
+    folder does not take it: some network drives rename no folder."""
+    try:
+        for leftover in run.glob(".step-*"):
+            shutil.rmtree(leftover)
+        with new_folder(trial := run / ".step-trial") as new:
+            save_file({"x": torch.zeros(1)}, new / "model.safetensors")
+        shutil.rmtree(trial)
+    except (OSError, SafetensorError) as error:
+        raise Mistake(f"cannot save into the run's folder ({run.absolute()}: {error}). Name another: --out.") from None
+
+
 def save(run: Path, weights: dict, moments: dict, state: dict):
     """Write the checkpoint of `state["step"]` and point `last` at it. `weights` are tensors by name; `moments` are the
     optimizer's tensors for each of these names, by their own. The earlier checkpoints stay until `tidy`.
     Raises Failure if the disk does not take it."""
-    _sweep(run)
     folder = path_of(run, state["step"])
-    new = run / f".{folder.name}"
-    new.mkdir()
     flat_moments = {f"{name}/{key}": value for name, own in moments.items() for key, value in own.items()}
     try:
-        save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-        save_file(flat_moments, new / "optimizer.safetensors", metadata={"format": "pt"})
-        checksums = {path.name: _sha256(path.read_bytes()) for path in new.iterdir()}
-        (new / "state.json").write_text(json.dumps(state | {"sha256": checksums}, indent=1), encoding="utf-8")
-        for path in new.iterdir():
-            shutil.copymode(new / "state.json", path)  # safetensors lets nobody else read, whatever the umask
-            flush(path)
-        flush(new)
+        if folder.exists():  # a kill came before `last` was moved: nothing points at it
+            _delete(folder)
+        with new_folder(folder) as new:
+            for name, tensors in (("model", weights), ("optimizer", flat_moments)):
+                # safetensors takes no transposed tensor, and none that shares its memory with another.
+                apart = {key: value.clone(memory_format=torch.contiguous_format) for key, value in _views(tensors)}
+                save_file(tensors | apart, new / f"{name}.safetensors", metadata={"format": "pt"})
+            checksums = {path.name: sha256(path) for path in new.iterdir()}
+            (new / "state.json").write_text(json.dumps(state | {"sha256": checksums}, indent=1), encoding="utf-8")
+        write(run / "last", str(state["step"]))
     except (OSError, SafetensorError) as error:  # a full disk is either
-        shutil.rmtree(new)
-        raise Failure(
-            f"cannot save step {state['step']} ({error}). Make room; earlier checkpoints are intact."
-        ) from None
-    if folder.exists():  # a kill came before `last` was moved: nothing points at it
-        _delete(folder)
-    new.rename(folder)
-    write(run / "last", str(state["step"]))
+        remedy = "Make room, or mend that; earlier checkpoints are intact: --resume"
+        raise Failure(f"cannot save step {state['step']} ({error}). {remedy}") from None
+
+
+def _views(tensors: dict):
+    """The tensors, by name, that are not contiguous or share their memory with one before."""
+    seen = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in seen or not tensor.is_contiguous():
+            yield name, tensor
+        seen.add(memory)
 
 
 def tidy(run: Path, state: dict, keep: int):
@@ -82,13 +97,20 @@ def tidy(run: Path, state: dict, keep: int):
         write(run / "best", str(state["best_step"]))
     for other in _checkpoints(run)[:-keep]:
         if other not in needed:
-            _delete(other)
+            with courtesy(f"delete {other}", OSError):
+                _delete(other)
 
 
-def _sweep(run: Path):
-    """Delete what a kill has left of saving or deleting a checkpoint."""
-    for leftover in run.glob(".step-*"):
-        shutil.rmtree(leftover)
+def leave_branch(run: Path, state: dict):
+    """Delete the checkpoints of steps after `state["step"]`, where the run goes on: another branch made them."""
+    if later := [path for path in _checkpoints(run) if _step(path) > state["step"]]:
+        write(run / "last", str(state["step"]))
+        if state["best_step"] is not None:
+            write(run / "best", str(state["best_step"]))
+        elif (run / "best").exists() and find(run, "best") in later:
+            (run / "best").unlink()
+    for path in later:
+        _delete(path)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -98,8 +120,11 @@ def path_of(run: Path, step: int) -> Path:
 
 def _checkpoints(run: Path) -> list[Path]:
     """The checkpoint folders of a run, by step."""
-    folders = (path for path in run.glob("step-*") if path.name[5:].isdecimal())
-    return sorted(folders, key=lambda path: int(path.name[5:]))
+    return sorted((path for path in run.glob("step-*") if path.name[5:].isdecimal()), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def _delete(folder: Path):
@@ -124,7 +149,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     step = which
     if which in ("best", "last") and (folder / which).exists():
         step = (folder / which).read_text(encoding="utf-8", errors="replace").strip()
-    checkpoint = path_of(folder, int(step)) if step.isdecimal() else None
+    checkpoint = path_of(folder, int(step)) if step.isdecimal() and len(step) < 20 else None
     if checkpoint is None or not checkpoint.is_dir():
         place = which if step == which else f"{which}, step {step},"
         raise Mistake(f"no such checkpoint ({place} in {folder}). {_others(folder)}")
@@ -133,13 +158,14 @@ def find(folder: str | Path, which: str | None = None) -> Path:
 
 def _others(run: Path, but: Path | None = None) -> str:
     """The remedy where a checkpoint is not there, or is damaged."""
-    steps = [int(path.name[5:]) for path in _checkpoints(run) if path != but]
+    steps = [_step(path) for path in _checkpoints(run) if path != but]
     return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
 
 def _damaged(path: Path, error) -> Mistake:
     folder = path if path.is_dir() else path.parent
-    return Mistake(f"the checkpoint is damaged ({path}: {error}). {_others(folder.parent, but=folder)}")
+    state = "cannot be read" if isinstance(error, OSError) else "is damaged"
+    return Mistake(f"the checkpoint {state} ({path}: {error}). {_others(folder.parent, but=folder)}")
 
 
 def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
@@ -155,23 +181,17 @@ def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
     return state, config_from_json(config)
 
 
-def load_model(folder: str | Path) -> GPT:
-    """The model of a run folder (its best checkpoint) or of a checkpoint folder, on the CPU, in evaluation mode."""
+def load_model(folder: str | Path, config: ModelConfig | None = None) -> GPT:
+    """The model of a run folder (its best checkpoint) or of a checkpoint folder, on the CPU, in evaluation mode. A
+    `config` may differ from the stored one as in gpt.pretrained.load."""
     checkpoint = find(folder)
-    state, config = read_state(checkpoint)
+    state, stored = read_state(checkpoint)
+    require_same(stored.model, config or stored.model, str(folder), shorter=True)
     weights = _tensors(checkpoint, "model.safetensors", state)
-    if config.model.n_layers > len(weights):  # before anything is made as large as an untrusted file says
-        raise _damaged(checkpoint, f"{len(weights)} tensors, {config.model.n_layers} blocks")
     try:
-        with torch.device("meta"):  # shapes alone: the weights come from the file
-            model = GPT(config.model)
-    except Mistake as error:
+        return with_weights(stored.model, weights, config)
+    except Mistake as error:  # names and shapes are those of the code that saved it
         raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # names or shapes that are not the configuration's
-        raise _damaged(checkpoint, error) from None
-    return model.eval()
 
 
 def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
@@ -179,8 +199,8 @@ def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
     architecture or optimizer than `config`'s."""
     state, stored = read_state(checkpoint)
     require_same(stored.model, config.model, "the checkpoint")
-    for name in ("optimizer", "init"):
-        if getattr(stored, name) != getattr(config, name):
+    for name in ("optimizer", "tokenizer", "init"):
+        if Path(getattr(stored, name)).absolute() != Path(getattr(config, name)).absolute():  # init may be a path
             values = f"{getattr(stored, name)}, not {getattr(config, name)}"
             raise Mistake(f"the checkpoint has another {name} ({values}). Leave it as it was.")
     weights = _tensors(checkpoint, "model.safetensors", state)
@@ -204,27 +224,23 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
     elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
     if not elsewhere and state.get("corpus", digest) != digest:
         raise Mistake(f"the corpus has changed since the checkpoint ({config.data}). Put it back, or rename this one.")
-    _sweep(run)
     if elsewhere or any(line["step"] == state["step"] for line in read_lines(run / "metrics.jsonl")):
         state["record"] = None  # logged
-    if elsewhere or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
+    other_windows = before.get("eval_tokens", now["eval_tokens"]) != now["eval_tokens"]
+    if elsewhere or other_windows or (state["best_step"] and not path_of(run, state["best_step"]).exists()):
         state |= {"val_loss": None, "best_step": None, "best_val_loss": None}  # losses of another text, or lost
     changed = {name: before.get(name, "absent") for name in now if before.get(name, "absent") != now[name]}
     return state, weights, moments, [f"changed {name}: {old} -> {now[name]}" for name, old in changed.items()]
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _tensors(checkpoint: Path, name: str, state: dict) -> dict[str, torch.Tensor]:
     path = checkpoint / name
     try:
-        # Not load_file, which maps the file into memory: Windows deletes no file that is mapped.
-        content = path.read_bytes()
-        expected = state.get("sha256", {}).get(name)
-        if expected is not None and expected != _sha256(content):
+        if state.get("sha256", {}).get(name, actual := sha256(path)) != actual:
             raise ValueError("its checksum differs from state.json's")
-        return load(content)
-    except (SafetensorError, OSError, ValueError) as error:
+        if not str(path).isprintable():  # a byte that is not UTF-8: safe_open refuses it
+            return load(path.read_bytes())
+        with safe_open(path, framework="pt") as file:  # copied, since Windows deletes no file that is mapped
+            return {key: file.get_tensor(key).clone() for key in file.keys()}
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # torch's, for a file that does not open
         raise _damaged(path, error) from None

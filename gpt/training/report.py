@@ -1,19 +1,40 @@
 """What a training run says, and the lines it keeps of its numbers."""
 
-import importlib.util
+import importlib
+import shlex
 from pathlib import Path
 
-from gpt.config import Mistake
-from gpt.training.files import append
-from gpt.training.settings import TrainConfig
+from gpt.config import Failure, Mistake
+from gpt.files import append, courtesy
+from gpt.training.settings import TrainConfig, assumed
 
 # `run` is a gpt.training.trainer.Trainer, `end` the result of train.train.
 
 
+class Diverged(Failure, FloatingPointError):
+    """The loss or the weights of a run are not finite; `step` is the first at which this was seen."""
+
+    def __init__(self, record: dict):
+        super().__init__(record)
+        self.record, self.step = record, record["step"]
+
+    def __str__(self):
+        words = {"loss": "loss", "val_loss": "val_loss", "lr": "rate", "grad_norm": "gradient norm", "scale": "scale"}
+        numbers = ", ".join(f"{words[name]} {self.record[name]}" for name in words if name in self.record)
+        other = " Or give --dtype float32." if "scale" in self.record else ""
+        return f"the run diverged (step {self.step}: {numbers}). Lower --lr or lengthen --warmup-steps.{other}"
+
+
 def require_tensorboard(config: TrainConfig):
-    """Raise Mistake if the run is to be written for TensorBoard, and that is not installed."""
-    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise Mistake("TensorBoard is not installed (--tensorboard). pip install tensorboard, or leave it out.")
+    """Raise Mistake if the run is to be written for TensorBoard, and that cannot be imported."""
+    if config.tensorboard:
+        try:
+            importlib.import_module("torch.utils.tensorboard")
+        except Exception as error:  # a package that does not fit another one raises errors of many kinds
+            reason = str(error).partition("\n")[0]
+            raise Mistake(
+                f"no TensorBoard (--tensorboard: {reason}). pip install tensorboard, or leave it out."
+            ) from None
 
 
 def opening(run) -> str:
@@ -22,10 +43,12 @@ def opening(run) -> str:
     size = f"{m.n_layers} blocks, {m.n_heads} heads, width {m.d_model}, context {m.context_length}"
     count, in_norms = run.model.count_parameters(), run.model.count_parameters("norm")
     batch = f"{config.batch_size * m.context_length:,} tokens each, {config.optimizer} at {config.peak_lr:g}"
+    bound = f", at most {config.eval_tokens:,} at a time" if len(data.val) > config.eval_tokens + 1 else ""
+    name = " ".join([config.data, *(f"({text})" for text in run.source)])
     processes = f"{world.size} processes, {'shards' if config.shard else 'replicas'}; " if world.size > 1 else ""
     return (
         f"model   {m.norm}: {size}; {count:,} parameters, {in_norms:,} of them in norms\n"
-        f"corpus  {config.data}: {len(data.train):,} {unit}s to train on, {len(data.val):,} to validate on\n"
+        f"corpus  {name}: {len(data.train):,} {unit}s to train on, {len(data.val):,} to validate on{bound}\n"
         f"steps   {run.step:,} of {config.steps:,} done, {batch}\n"
         f"device  {processes}{run.compute.device}, {run.compute.dtype}, compile {run.compute.compile}\n"
         f"run     {run.run}"
@@ -34,7 +57,7 @@ def opening(run) -> str:
 
 def warnings(run) -> list[str]:
     """Settings that are legal but probably a mistake."""
-    config, step, texts = run.config, run.step, []
+    config, step, texts = run.config, run.step, assumed(run.config)
     if step == config.steps:
         texts.append(f"all is done already ({step} steps). Give more: --steps {2 * step}.")
     if config.warmup_steps >= config.steps:
@@ -70,35 +93,41 @@ def closing(end: dict) -> str:
             lines.append(
                 f"the validation loss has been rising since step {end['best_step']}; sample.py takes that checkpoint"
             )
-    return "\n".join([*lines, f"run {run}; more of this: python sample.py {run}"])
+    return "\n".join([*lines, f"run {run}; more of this: python sample.py {shlex.quote(str(run))}"])
 
 
 def stopped(end: dict) -> str:
     """How to go on with a run that was stopped."""
     launcher = "python" if end["processes"] == 1 else f"torchrun --nproc_per_node {end['processes']}"
-    return f"stopped at step {end['step']}; continue with: {launcher} train.py --resume --out {end['run']}"
+    command = f"{launcher} train.py --resume --out {shlex.quote(str(end['run']))}"
+    return f"stopped at step {end['step']}; continue with: {command}"
 
 
 class Lines:
-    """A run's numbers by step: metrics.jsonl and, if asked, TensorBoard's events, from the steps after `step` on."""
+    """A run's numbers by step: metrics.jsonl and, if asked and as a courtesy, TensorBoard's events, from the steps
+    after `step` on. `warn` tells of their errors."""
 
-    def __init__(self, run: Path, tensorboard: bool, step: int):
+    def __init__(self, run: Path, tensorboard: bool, step: int, warn):
         self.path = run / "metrics.jsonl"
         self.writer = None
+        self.events = lambda: courtesy("write events for TensorBoard", warn=warn)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(run, purge_step=step + 1)
+            with self.events():
+                self.writer = SummaryWriter(run, purge_step=step + 1)
 
     def add(self, record: dict):
         """A step's record."""
         append(self.path, record)
         if self.writer:
-            for name in record.keys() - {"step"}:
-                if record[name] is not None:
-                    self.writer.add_scalar(name, record[name], record["step"])
-            self.writer.flush()
+            with self.events():
+                for name in record.keys() - {"step"}:
+                    if record[name] is not None:
+                        self.writer.add_scalar(name, record[name], record["step"])
+                self.writer.flush()
 
     def close(self):
         if self.writer:
-            self.writer.close()
+            with self.events():
+                self.writer.close()

@@ -1,39 +1,72 @@
-"""A run's folder: make it, find it, cut its lines; and the request to stop a run."""
+"""A run's folder: make it, find it, delete it, cut its lines; and the request to stop a run."""
 
+import contextlib
 import itertools
 import json
+import os
+import re
 import shutil
 import signal
 from pathlib import Path
 
 from gpt.config import Mistake
-from gpt.training.files import held, read_json, read_lines, write
+from gpt.files import held, read_json, read_lines, write
+
+# What training writes into a run's folder.
+FILES = "best|last|metrics.jsonl|probe.jsonl|curve.png|probe.png|config.json"
+WRITTEN = rf"{FILES}|\.({FILES})\.new|step-\d{{6,}}|\.step-\d{{6,}}(-old|\.new)|events\.out\.tfevents\..*"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder has a run's config.json. Other programs write a file of that name too."""
+    try:
+        return {"format", "vocab_size", "norm", "n_layers", "data", "steps"} <= read_json(folder / "config.json").keys()
+    except Mistake:
+        return False
+
+
+def delete_run(run: Path):
+    """Delete what training has written into the folder, and no other file; the folder too, if it is empty then."""
+    paths = [path for path in run.iterdir() if re.fullmatch(WRITTEN, path.name)]
+    for path in sorted(paths, key=lambda path: path.name == "config.json"):  # by which a run is known
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if [path.name for path in run.iterdir()] in ([], [".lock"]):
+        shutil.rmtree(run)
 
 
 def new_run(out: str | None, name: str, overwrite: bool) -> Path:
-    """Make a run folder: `out`, or runs/NAME with a number where that is taken. Raises Mistake rather than touch a
-    folder with something in it, unless it is a run that no process trains into and `overwrite` is set: then the old run
-    is deleted."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    run = Path(out) if out else next(run for run in (Path("runs") / name for name in names) if not run.exists())
+    """Make a run folder: `out`, or runs/NAME with a number where that is taken. A run that ended before its first line
+    and checkpoint is taken over. Raises Mistake rather than touch a folder with something else in it, unless it is a
+    run that no process trains into and `overwrite` is set: then the old run is deleted."""
+    run = Path(out or "runs")
+    try:
+        if out:
+            _clear(run, overwrite)
+            run.mkdir(parents=True, exist_ok=True)
+            return run
+        run.mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            run = Path("runs", name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):  # another process may be as fast
+                run.mkdir()
+                break
+    except OSError as error:
+        raise Mistake(
+            f"cannot make the run folder ({run.absolute()}: {error.strerror}). Name another: --out."
+        ) from None
+    return run
+
+
+def _clear(run: Path, overwrite: bool):
     # Hidden files do not count: a process killed at its start leaves the lock.
     if run.is_file() or (run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir())):
-        try:  # other programs write a config.json too
-            is_run = "format" in read_json(run / "config.json")
-        except Mistake:
-            is_run = False
-        if not is_run:
+        if not is_run(run):
             raise Mistake(f"the output folder is not a run ({run.absolute()}). Name another with --out.")
-        if not overwrite:
+        begun = (run / "last").exists() or (run / "metrics.jsonl").exists()
+        if begun and not overwrite:
             raise Mistake(f"there is a run already ({run.absolute()}). Use --resume, --overwrite or another --out.")
         with held(run):
-            pass
-        shutil.rmtree(run)
-    try:
-        run.mkdir(parents=True, exist_ok=out is not None)
-    except OSError as error:
-        raise Mistake(f"cannot make the run folder ({run.absolute()}: {error.strerror}). Name another.") from None
-    return run
+            delete_run(run)
 
 
 def saved_runs(runs: Path = Path("runs")) -> list[Path]:
@@ -51,7 +84,7 @@ def newest_run(runs: Path = Path("runs")) -> Path:
 
 def forget_later_lines(run: Path, step: int):
     """Drop the lines of steps after a checkpoint, which a resumed run will do again."""
-    for path in run.glob("*.jsonl"):
+    for path in filter(os.path.exists, (run / "metrics.jsonl", run / "probe.jsonl")):
         write(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] <= step))
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import time
@@ -11,31 +10,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt import pretrained
 from gpt.command_line import Progress
-from gpt.config import Failure, Mistake, lookup
+from gpt.config import Mistake, lookup
+from gpt.files import append, held, say, write
 from gpt.loss import NextToken
 from gpt.model import GPT
 from gpt.study.depth import depth_profile
 from gpt.tokenizer import TOKENIZERS
 from gpt.training import checkpoint, corpus, device, distributed, optim, report
 from gpt.training.data import Data
-from gpt.training.files import append, held, write
 from gpt.training.run import StopRequest, forget_later_lines, new_run
-from gpt.training.settings import TrainConfig, tokenizer_of
-
-
-class Diverged(Failure, FloatingPointError):
-    """The loss or the weights of a run are not finite; `step` is the first at which this was seen."""
-
-    def __init__(self, record: dict):
-        super().__init__(record)
-        self.record, self.step = record, record["step"]
-
-    def __str__(self):
-        words = {"loss": "loss", "val_loss": "val_loss", "lr": "rate", "grad_norm": "gradient norm"}
-        numbers = ", ".join(f"{words[name]} {self.record[name]}" for name in words if name in self.record)
-        return f"the run diverged (step {self.step}: {numbers}). Lower --lr or lengthen --warmup-steps."
+from gpt.training.settings import TrainConfig, located, weights_of
 
 
 class Trainer:
@@ -76,17 +61,19 @@ class Trainer:
         if config.init == "scratch":
             shape = dataclasses.replace(config.model, vocab_size=self.tokenizer.vocab_size)
             config = dataclasses.replace(config, model=shape)
-        elif config.tokenizer != (wanted := tokenizer_of(config.model)):
-            raise Mistake(f"the weights are for another tokenizer ({wanted}, not {config.tokenizer}). Leave it out.")
-        self.config = config = dataclasses.replace(config, data=corpus.resolve(config.data))
-        ids = self.world.in_turn(lambda: corpus.load(config.data, self.tokenizer))
+        elif not self.resume:
+            load = weights_of(config)
+        self.config = config = dataclasses.replace(config, data=corpus.resolve(config.data), init=located(config.init))
+        self.source = []
+        ids = self.world.in_turn(lambda: corpus.load(config.data, self.tokenizer, self.source.append))
         torch.manual_seed(config.seed)
         if self.resume or config.init == "scratch":
             self.model = GPT(config.model)
         else:
-            self.model = self.world.in_turn(lambda: pretrained.load(config.init, config.model))
+            self.model = self.world.in_turn(load)
         self.digest = corpus.digest(ids)
-        self.data = Data(ids, config.model.context_length, config.batch_size, config.val_fraction, config.seed)
+        sizes = config.model.context_length, config.batch_size, config.val_fraction
+        self.data = Data(ids, *sizes, config.seed, config.eval_tokens)
         self.settings = checkpoint.config_to_json(config)
         mine = [self.settings, self.digest, self.resume]
         if self.world.from_first(lambda: mine) != mine:
@@ -100,6 +87,8 @@ class Trainer:
             distributed.shard(self.model)
         self.optimizer, self.scaler = optim.make_optimizer(self.model, self.config), compute.scaler()
         self.loss = NextToken(self.model)
+        if compute.compile != "off" and self.world.first:
+            say("compiling the model, which takes about a minute (--compile off goes without)")
         tokens = self.data.batch(0)[: self.micro_size].to(compute.device)
         self.net, warning = device.compiled(self.loss, tokens, compute)
         if several and not self.config.shard:
@@ -115,19 +104,23 @@ class Trainer:
         self.unfinished: dict | None = self.state.get("record")
         if self.resume:
             distributed.restore(self.model, self.optimizer, self.world, *self._tensors)
-            if self.world.first:
-                probes_again = self.unfinished is not None and self.probes(self.step)
-                forget_later_lines(self.run, self.step - 1 if probes_again else self.step)
+            self.world.from_first(self._leave_branch)
             if self.scaler.is_enabled() and self.state["scaler"]:
                 self.scaler.load_state_dict(self.state["scaler"])
         del self._tensors
         return changes
+
+    def _leave_branch(self):
+        checkpoint.leave_branch(self.run, self.state)
+        probes_again = self.unfinished is not None and self.probes(self.step)
+        forget_later_lines(self.run, self.step - 1 if probes_again else self.step)
 
     def _open_folder(self, stack) -> tuple[Path, dict, list[str]]:
         """The part of `_open` that the first process does."""
         name = f"{corpus.name(self.config.data)}-{self.config.model.norm}"
         run = Path(self.out or "") if self.resume else new_run(self.out, name, self.overwrite)
         stack.enter_context(held(run))
+        checkpoint.try_folder(run)
         if not self.resume:
             return run, {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}, []
         state, *self._tensors, changes = checkpoint.resume(run, self.resume, self.config, self.digest)
@@ -138,7 +131,7 @@ class Trainer:
         self.progress = self.progress or stack.enter_context(Progress(self.config.steps, self.step, self.world.first))
         if self.world.first:
             write(self.run / "config.json", json.dumps(self.settings, indent=1))
-            self.lines = report.Lines(self.run, self.config.tensorboard, self.step)
+            self.lines = report.Lines(self.run, self.config.tensorboard, self.step, self.progress.warn)
             stack.callback(self.lines.close)
             warnings = [*filter(None, [warning]), *report.warnings(self)]
             self.progress.begin("\n".join([report.opening(self), *changes]), warnings)
@@ -191,7 +184,10 @@ class Trainer:
         numbers = [record["loss"]] if self.scaler.is_enabled() else [record["loss"], record["grad_norm"]]
         weights = [distributed.whole(parameter.isfinite().all()) for parameter in self.model.parameters()]
         if not (all(map(math.isfinite, numbers)) and all(weights)):
-            raise Diverged(record)
+            raise report.Diverged(record)
+        # Each float16 step whose gradient overflows is left out, and halves the scale: from 65,536 on, 27 in a row.
+        if (scale := self.scaler.get_scale()) < 2**-10:
+            raise report.Diverged(record | {"scale": scale})
         record["grad_norm"] = record["grad_norm"] if math.isfinite(record["grad_norm"]) else None  # JSON has no inf
         return record
 
@@ -206,9 +202,10 @@ class Trainer:
         """Add the validation loss to a step's record. If it is the least so far, the step becomes the best, and is
         saved if it was not."""
         with self.compute.autocast():
-            record["val_loss"] = mean_loss(self.loss, self.data.windows(self.micro_size), self.world)
+            windows = self.data.windows(self.micro_size, self.world.rank, self.world.size)
+            record["val_loss"] = mean_loss(self.loss, windows, self.world)
         if not math.isfinite(record["val_loss"]):
-            raise Diverged(record)
+            raise report.Diverged(record)
         self.state["val_loss"] = record["val_loss"]
         if self.state["best_step"] is None or record["val_loss"] < self.state["best_val_loss"]:
             self.state |= {"best_step": record["step"], "best_val_loss": record["val_loss"]}
@@ -233,16 +230,16 @@ class Trainer:
 
 @torch.no_grad()
 def mean_loss(net: NextToken, windows, world=distributed.ALONE) -> float:
-    """The loss per token over the (B, T + 1) `windows` of tokens, in evaluation mode. Of several processes each takes
-    its share of the windows; all get the result."""
-    windows, loss, count, training = iter(windows), 0.0, 0, net.training
+    """The loss per token over the (B, T + 1) `windows` of tokens, in evaluation mode. Of several processes each has its
+    own windows, as many as the others; all get the result."""
+    loss, count, training = 0.0, 0, net.training
     net.eval()
-    while together := list(itertools.islice(windows, world.size)):
-        # Processes left without a window repeat the last one, uncounted: FSDP needs every process in each forward.
-        tokens = together[min(world.rank, len(together) - 1)].to(net.model.token_embedding.weight.device)
-        mean = net(tokens).item()
-        if world.rank < len(together):
-            targets = tokens[:, 1:].numel()
+    for tokens in windows:
+        targets = tokens[:, 1:].numel()
+        # FSDP needs every process in each forward: one without rows computes two tokens, uncounted.
+        some = tokens if targets else tokens.new_zeros(1, 2)
+        mean = net(some.to(net.model.token_embedding.weight.device)).item()
+        if targets:
             loss, count = loss + mean * targets, count + targets
     net.train(training)
     loss, count = world.total([loss, count])
