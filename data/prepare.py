@@ -5,30 +5,31 @@ preparation is killed, start it again: it goes on where its last finished shard 
 
 import codecs
 import collections
-import concurrent.futures
 import contextlib
 import functools
-import gzip
 import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
-import zlib
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from pathlib import Path
-
-import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpt.command_line import CommandLine  # noqa: E402
-from gpt.config import Failure, Mistake, lookup  # noqa: E402
-from gpt.tokenizer import TOKENIZERS  # noqa: E402
-from gpt.training import shards  # noqa: E402
-from gpt.training.files import held  # noqa: E402
+from gpt.command_line import CommandLine, installed, tell
+from gpt.config import Failure, Mistake, lookup
+from gpt.files import held
+
+with installed():
+    import numpy as np
+    from tqdm import tqdm
+
+    from gpt.tokenizer import TOKENIZERS
+    from gpt.training import corpus, shards
 
 MOST_WORKERS = 61  # Windows cannot wait for more processes
 BLOCK = 2**20  # bytes read at a time, and about the characters that a worker encodes at a time
@@ -39,42 +40,24 @@ SUFFIXES = (".txt", ".txt.gz", *JSON_LINES)
 CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
 
-def find(names: list[str]) -> list[Path]:
-    """The files of these names; of a folder, the files in it, sorted by path."""
-    files, suffixes = [], ", ".join(SUFFIXES)
-    for path in map(Path, names):
-        if not path.exists():
-            raise Mistake(f"no such file or folder ({path.absolute()}). Name {suffixes} files.")
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-            if not inside:
-                raise Mistake(f"no {suffixes} file in the folder ({path.absolute()}). Put the texts there.")
-            files += inside
-        else:
-            files.append(path)
-    return files
-
-
-def pieces(path: Path):
-    """The file's documents in pieces: (whether a document begins, text, the file's bytes read since the last piece)."""
-    try:
-        raw = open(path, "rb")
-    except OSError as error:
-        raise Mistake(f"cannot read the text ({path.absolute()}: {error.strerror}). Mend or remove it.") from None
-    before = 0
-    with raw, gzip.open(raw) if path.suffix == ".gz" else contextlib.nullcontext(raw) as file:
-        try:
-            for begins, text in (lines if path.name.endswith(JSON_LINES) else blocks)(file):
-                yield begins, text, raw.tell() - before
-                before = raw.tell()
-        except (EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
-            raise Mistake(f"cannot read the text ({path.absolute()}: {error}). Mend or remove the file.") from None
+def pieces(path: Path, passed: corpus.Passed):
+    """The file's documents in pieces: (whether a document begins, text, the file's bytes read since the last piece).
+    A file without any is added to `passed`."""
+    before, empty, read = 0, True, lines if path.name.endswith(JSON_LINES) else blocks
+    with corpus.opened(path) as (file, raw):
+        for begins, text in read(file):
+            if read is blocks and begins and text.isspace():  # the whole file
+                continue
+            yield begins, text, raw.tell() - before
+            before, empty = raw.tell(), False
+    if empty:
+        passed.setdefault("empty", []).append(path)
 
 
 def blocks(file, size: int = BLOCK):
     """One document of any length, read `size` bytes at a time and cut where it changes no id."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    uncut, last, begins, offset = [], "", True, 0
+    uncut, last, begins, offset = [], "", True, file.tell()
     for block in iter(lambda: file.read(size), b""):
         waiting = len(decoder.getstate()[0])
         try:
@@ -112,12 +95,12 @@ def lines(file):
             yield True, text
 
 
-def batches(files: list[Path]):
+def batches(files: list[Path], passed: corpus.Passed):
     """Batches of about BLOCK characters, each for one worker: ([(whether a document begins, text)], the files' bytes
     read for it)."""
     batch, characters, size = [], 0, 0
     for path in files:
-        for begins, text, read in pieces(path):
+        for begins, text, read in pieces(path, passed):
             batch.append((begins, text))
             characters, size = characters + len(text), size + read
             if characters >= BLOCK:
@@ -160,25 +143,39 @@ def delayed(items, count: int):
     yield from waiting
 
 
-def write_ids(files: list[Path], writer: shards.Writer, tokenizer: str, workers: int) -> tuple[int, int]:
-    """Encode the files in worker processes and write the ids in order, from the writer's position on. Returns how many
-    documents the files have, and how many bytes of text."""
+def open_pool(workers: int):
+    """Worker processes. Raises Mistake if the system has none of what they need to talk to each other."""
+    try:
+        return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
+    except (OSError, ImportError, NotImplementedError) as error:  # their semaphores are files in /dev/shm, on Linux
+        reason = f"--workers {workers}: no semaphores, {error}"
+        raise Mistake(f"cannot start workers ({reason}). Make /dev/shm usable, or give --workers 1.") from None
+
+
+def write_ids(
+    files: list[Path], writer: shards.Writer, tokenizer: str, workers: int, passed: corpus.Passed
+) -> tuple[int, int]:
+    """Encode the files, in worker processes if they are several, and write the ids in order, from the writer's position
+    on. Returns how many documents the files have, and how many bytes of text."""
     documents, size, written = 0, 0, writer.position
     total = sum(path.stat().st_size for path in files)
-    context = multiprocessing.get_context("spawn")
     with (
         tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
-        concurrent.futures.ProcessPoolExecutor(workers, context, start_worker) as pool,
+        open_pool(workers) if workers > 1 else contextlib.nullcontext() as pool,
     ):
+
+        def begin(*job):
+            return pool.submit(encode, *job).result if pool else functools.partial(encode, *job)
+
         jobs = (
-            (batch, read, None if number < written else pool.submit(encode, batch, tokenizer, number == 0))
-            for number, (batch, read) in enumerate(batches(files))
+            (batch, read, None if number < written else begin(batch, tokenizer, number == 0))
+            for number, (batch, read) in enumerate(batches(files, passed))
         )
-        for batch, read, ids in delayed(jobs, 2 * workers):
+        for batch, read, ids in delayed(jobs, 2 * workers if pool else 0):
             documents += sum(begins for begins, _ in batch)
             size += sum(len(text.encode("utf-8")) for _, text in batch)
             if ids:
-                writer.add(ids.result())
+                writer.add(ids())
             bar.update(read)
     return documents, size
 
@@ -188,37 +185,44 @@ def open_folder(out: str, overwrite: bool) -> Path:
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = not shards.are_in(folder) and any(not path.name.startswith(".") for path in folder.iterdir())
+        whole, others = shards.whole(folder), [path for path in folder.iterdir() if not path.name.startswith(".")]
+        ours = whole or (shards.unfinished(folder) and not os.path.exists(folder / shards.META))
     except OSError as error:
         raise Mistake(f"cannot make the folder ({folder.absolute()}: {error.strerror}). Name another.") from None
-    if foreign:
+    if not ours and (others or os.path.exists(folder / shards.PROGRESS)):
         raise Mistake(f"the output folder is not a prepared corpus ({folder.absolute()}). Name another with --out.")
-    if (folder / shards.META).exists() and not overwrite:
+    ended = whole and shards.unfinished(folder).get("shards") == whole["shards"]  # but for its last lines
+    if whole and not (overwrite or ended):
         raise Mistake(f"there is a prepared corpus already ({folder.absolute()}). Use --overwrite or another --out.")
     return folder
 
 
-def prepare(texts: list[str], out: str, tokenizer: str, workers: int, shard_tokens: int, overwrite: bool) -> dict:
-    """Write the shards of all files; returns their meta.json. Raises Mistake for a mistake of the user, and Failure,
-    with the finished shards kept, for a full disk or a lost worker."""
+def prepare(texts: list[str], out: str, tokenizer: str, workers: int, shard_tokens: int, overwrite: bool) -> str:
+    """Write the shards of all files; returns what was read and written. An old corpus is replaced when the new one is
+    whole. Raises Mistake for a mistake of the user, and Failure, with the finished shards kept, for a full disk or a
+    lost worker."""
     for name, value, most in (("--workers", workers, MOST_WORKERS), ("--shard-tokens", shard_tokens, 2**40)):
         if not 1 <= value <= most:
             raise Mistake(f"{name} is out of range ({value}). It must be from 1 to {most}.")
-    made, files, folder = make_tokenizer(tokenizer), find(texts), open_folder(out, overwrite)
+    passed: corpus.Passed = {}
+    made, files = make_tokenizer(tokenizer), [file for each in texts for file in corpus.find(each, SUFFIXES, passed)]
+    for file in files:  # many a mistake shows in the first bytes
+        with corpus.opened(file):
+            pass
+    folder = open_folder(out, overwrite)
     with held(folder):
-        if overwrite:
-            shards.clear(folder)
         source = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-        writer = shards.Writer(folder, made, shard_tokens, {"files": source})
         try:
-            documents, size = write_ids(files, writer, tokenizer, workers)
+            writer = shards.Writer(folder, made, shard_tokens, {"files": source}, overwrite)
+            documents, size = write_ids(files, writer, tokenizer, workers, passed)
             if not documents:
                 raise Mistake(f"there is no text in the files ({', '.join(texts)}). Name others.")
-            return writer.finish(documents=documents, bytes=size)
-        except (OSError, concurrent.futures.process.BrokenProcessPool) as error:
-            raise Failure(
-                f"cannot go on ({error}). Finished shards are kept: mend the cause and start again."
-            ) from None
+            meta = writer.finish(documents=documents, bytes=size)
+        except (OSError, BrokenProcessPool) as error:
+            remedy = "Finished shards are kept: mend the cause and start again"
+            raise Failure(f"cannot go on ({error}). {remedy}.") from None
+    read = f"{len(files) - len(passed.get('empty', []))} files with {documents:,} documents of {size:,} bytes"
+    return f"{read}{corpus.passed_over(passed)}; {meta['tokens']:,} tokens in {out} ({len(meta['shards'])} files)"
 
 
 def main(argv: list[str]):
@@ -230,16 +234,16 @@ def main(argv: list[str]):
     command.add_argument("--workers", **workers, help="processes (default: one for each core, %(default)s)")
     size = {"type": int, "default": 2**27, "metavar": "N"}
     command.add_argument("--shard-tokens", **size, help="tokens in a shard (default: %(default)s)")
-    command.add_argument("--overwrite", action="store_true", help="delete the prepared corpus in --out first")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace the prepared corpus in --out, when the new one is whole"
+    )
     arguments = command.parse_args(argv)
 
     def body():
-        meta = prepare(**vars(arguments))
-        counts = f"{meta['documents']:,} documents, {meta['bytes']:,} bytes, {meta['tokens']:,} tokens"
-        print(f"{counts} in {arguments.out} ({len(meta['shards'])} files)")
-        print(f"train on them: python train.py --data {arguments.out} --tokenizer {arguments.tokenizer}")
+        tell(prepare(**vars(arguments)))
+        tell(f"train on them: python train.py --data {shlex.quote(arguments.out)} --tokenizer {arguments.tokenizer}")
 
-    command.run(body, "nobody reads the output any more (broken pipe). The corpus is prepared.")
+    command.run(body)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """data/prepare.py and the shards it writes: real files, real worker processes."""
 
+import contextlib
+import functools
 import gzip
 import io
+import itertools
 import json
 import os
 import signal
@@ -90,7 +93,7 @@ def test_a_text_is_cut_in_pieces_of_the_size_that_is_asked_for(space):
 def test_a_worker_gets_a_part_of_a_file_with_many_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "BLOCK", 100)
     (tmp_path / "t.jsonl").write_text('{"text": "0123456789"}\n' * 500, encoding="utf-8")
-    batches = [batch for batch, _ in prepare.batches([tmp_path / "t.jsonl"])]
+    batches = [batch for batch, _ in prepare.batches([tmp_path / "t.jsonl"], {})]
     assert sum(map(len, batches)) == 500 and max(sum(len(text) for _, text in batch) for batch in batches) < 120
 
 
@@ -108,8 +111,10 @@ def texts(tmp_path):
     for name, parts in documents.items():
         text = "".join(json.dumps({"text": each, "id": 1}) + "\n\n" for each in parts) if "jsonl" in name else parts[0]
         with (gzip.open if name.endswith(".gz") else open)(folder / name, "wb") as file:
-            file.write(text.encode("utf-8"))
+            file.write(text.encode("utf-8-sig"))
     (folder / "none.txt").touch()
+    (folder / "space.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf \n"))
+    (folder / ".hidden.txt").write_text("not this", encoding="utf-8")
     (folder / "notes.md").write_text("not this", encoding="utf-8")
     return folder, [each for parts in documents.values() for each in parts]
 
@@ -133,17 +138,103 @@ def test_the_shards_hold_the_ids_of_documents_encoded_whole(texts, tmp_path, mon
     assert size == len(expected) * np.dtype(tokenizer.dtype).itemsize
 
 
-def test_the_command_says_what_it_made_and_overwrites_only_when_told(tmp_path, capsys):
-    (tmp_path / "t.txt").write_text("text", encoding="utf-8")
+def test_the_command_says_what_it_made_and_overwrites_only_when_told(texts, tmp_path, capsys):
+    out = tmp_path / "a corpus"
+    written(out, range(33))
+    mine = {"notes.md", "12345 measurements.bin", "00002.bin.txt", "00077.bin"}
+    for name in mine:
+        (out / name).touch()
+    flags = [texts[0], "--tokenizer", "bytes", "--out", out, "--workers", 1]
+    status, printed, err = call(prepare, *flags, capsys=capsys)
+    assert status == 2 and printed == "" and "--overwrite" in err and len(corpus.load(str(out), Bytes())) == 33
+    status, printed, err = call(prepare, *flags, "--overwrite", capsys=capsys)
+    ids = np.asarray(corpus.load(str(out), Bytes()))
+    assert status == 0 and f"{len(ids):,} tokens" in printed and f"--data '{out}' --tokenizer bytes" in printed, err
+    assert all(words in printed for words in ("4 files", "8 documents", "1 hidden", "2 empty", "1 of another kind"))
+    assert ids.tolist() == whole(texts[1], Bytes())
+    shard = json.loads((out / "meta.json").read_text("utf-8"))["shards"][0]["name"]
+    assert {path.name for path in out.iterdir()} == {shard, "meta.json", ".lock", *mine}
+
+
+BAD = [b"", b" \n", b"\n" * 2**20 + b"abc\xff", "text".encode("utf-16"), "text".encode("utf-32-be")]
+
+
+@pytest.mark.parametrize("content", BAD, ids=["empty", "blank", "late", "utf-16", "utf-32"])
+def test_a_bad_text_leaves_the_old_corpus_and_a_good_one_takes_its_place(tmp_path, capsys, content):
     written(tmp_path / "p", range(33))
-    (tmp_path / "p" / "notes.md").touch()
-    flags = [tmp_path / "t.txt", "--tokenizer", "bytes", "--out", tmp_path / "p", "--workers", 1]
+    (tmp_path / "t.txt").write_bytes(content)
+    flags = [tmp_path / "t.txt", "--tokenizer", "bytes", "--out", tmp_path / "p", "--workers", 1, "--overwrite"]
     status, out, err = call(prepare, *flags, capsys=capsys)
-    assert status == 2 and out == "" and "--overwrite" in err and len(corpus.load(str(tmp_path / "p"), Bytes())) == 33
-    status, out, err = call(prepare, *flags, "--overwrite", capsys=capsys)
-    assert status == 0 and "4 tokens" in out and f"--data {tmp_path / 'p'} --tokenizer bytes" in out, err
-    assert {path.name for path in (tmp_path / "p").iterdir()} == {"00000.bin", "meta.json", "notes.md", ".lock"}
+    assert status == 2 and out == "" and "t.txt" in err
+    assert np.asarray(corpus.load(str(tmp_path / "p"), Bytes())).tolist() == [*range(33)]
+    (tmp_path / "t.txt").write_text("text", encoding="utf-8")
+    assert call(prepare, *flags, capsys=capsys)[0] == 0
     assert np.asarray(corpus.load(str(tmp_path / "p"), Bytes())).tobytes() == b"text"
+    assert len(list((tmp_path / "p").glob("*.bin"))) == 1
+
+
+class Kill(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("again", [1, 2], ids=["the same texts again", "other texts"])
+def test_wherever_a_kill_comes_the_folder_has_the_old_corpus_or_the_new_one(tmp_path, monkeypatch, again):
+    """And what is done then leaves no file of an older corpus."""
+    ids = {0: range(33), 1: range(100, 140), 2: range(50, 70)}
+
+    def write(folder, source):
+        writer = shards.Writer(folder, Bytes(), 7, {"files": source}, overwrite=True)
+        if writer.position == 0:
+            writer.add(np.array(ids[source], np.uint8))
+        writer.finish()
+
+    def killed(function, left, *arguments, **keywords):
+        if not left:
+            raise Kill
+        left.pop()
+        return function(*arguments, **keywords)
+
+    for count in itertools.count():
+        folder, left = tmp_path / str(count), [None] * count
+        folder.mkdir()
+        write(folder, 0)
+        dead = True
+        with monkeypatch.context() as patch, contextlib.suppress(Kill):
+            for name in ("replace", "unlink"):
+                patch.setattr(os, name, functools.partial(killed, getattr(os, name), left))
+            write(folder, 1)
+            dead = False
+        read = np.asarray(corpus.load(str(folder), Bytes())).tolist()
+        assert read == [*ids[1]] or (dead and read == [*ids[0]])
+        write(folder, again)
+        assert np.asarray(corpus.load(str(folder), Bytes())).tolist() == [*ids[again]]
+        assert len(list(folder.iterdir())) == 1 + -(-len(ids[again]) // 7)
+        if not dead:
+            break
+    assert count > 20
+
+
+def test_what_an_early_kill_leaves_is_called_unfinished_and_taken_over(tmp_path):
+    (tmp_path / "p").mkdir()
+    shards.Writer(tmp_path / "p", Bytes(), 7, {"files": "others"})
+    with pytest.raises(Mistake, match="data/prepare.py"):
+        corpus.load(str(tmp_path / "p"), Bytes())
+    (tmp_path / "t.txt").write_text("text", encoding="utf-8")
+    assert prepared(tmp_path / "p", tmp_path / "t.txt").tobytes() == b"text"
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "denied"), NotImplementedError("no sem_open"), ImportError("no")]
+)
+def test_without_semaphores_one_worker_is_the_remedy(texts, tmp_path, monkeypatch, capsys, error):
+    def refuse(*arguments):
+        raise error
+
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", refuse)
+    flags = [texts[0], "--tokenizer", "bytes", "--out", tmp_path / "p"]
+    status, out, err = call(prepare, *flags, "--workers", 2, capsys=capsys)
+    assert status == 2 and out == "" and "--workers 1" in err and err.count("\n") == 1
+    assert call(prepare, *flags, "--workers", 1, capsys=capsys)[0] == 0
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)
@@ -196,6 +287,7 @@ DAMAGES = [
     (lambda folder: (folder / "meta.json").write_text("[]", encoding="utf-8"), "meta.json"),
     (lambda folder: (folder / "meta.json").write_bytes(b"\xff{"), "meta.json"),
     (lambda folder: (folder / "meta.json").unlink(), "data/prepare.py"),
+    (lambda folder: (folder / "00002.bin").write_bytes(bytes(7)), "00002.bin.*checksum"),
 ]
 
 
@@ -205,6 +297,52 @@ def test_damaged_shards_are_refused(tmp_path, damage, value):
     damage(tmp_path / "p")
     with pytest.raises(Mistake, match=value):
         shards.read(tmp_path / "p", Bytes())
+
+
+class Wide(Bytes):
+    name, vocab_size, dtype = "wide", 300, np.uint16
+
+
+def put_id(path, place, value):
+    ids = np.fromfile(path, np.uint16)
+    ids[place] = value
+    ids.tofile(path)
+
+
+@pytest.mark.parametrize("first, seen", [(0, True), (1, False)], ids=["changed last", "changed first"])
+def test_of_a_large_corpus_the_checksums_of_what_was_changed_last_are_computed(tmp_path, monkeypatch, first, seen):
+    ids = written(tmp_path / "p", range(33), Wide())
+    assert ids.checked == 66
+    for number, path in enumerate(sorted((tmp_path / "p").glob("*.bin"))):
+        os.utime(path, (10**9 + number, 10**9 + number))
+    put_id(tmp_path / "p" / "00001.bin", 3, 299)
+    os.utime(tmp_path / "p" / "00001.bin", (2 * 10**9 - first * 15 * 10**8,) * 2)
+    monkeypatch.setattr(shards, "CHECKED", 30)
+    if seen:
+        with pytest.raises(Mistake, match="00001.bin"):
+            shards.read(tmp_path / "p", Wide())
+    else:
+        assert shards.read(tmp_path / "p", Wide()).checked == 24  # the last file has five ids
+
+
+@pytest.mark.parametrize("checked, error", [(2**31, Mistake), (0, Failure)], ids=["at the start", "when it is read"])
+def test_an_id_that_the_vocabulary_lacks_is_named_before_it_is_used(tmp_path, monkeypatch, checked, error):
+    monkeypatch.setattr(shards, "CHECKED", checked)
+    written(tmp_path / "p", range(33), Wide())
+    put_id(tmp_path / "p" / "00001.bin", 3, 300)
+    with pytest.raises(error, match="00001.bin.* 300 .* 3, offset 6,"):
+        np.asarray(shards.read(tmp_path / "p", Wide())[8:12])
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 3)], ids=["lost", "cut"])
+def test_a_file_that_is_lost_or_cut_during_a_run_is_named(tmp_path, damage):
+    ids, path = written(tmp_path / "p", range(33)), tmp_path / "p" / "00001.bin"
+    changed = path.stat().st_mtime_ns
+    damage(path)
+    if path.exists():
+        os.utime(path, ns=(changed, changed))
+    with pytest.raises(Failure, match="00001.bin.*--resume"):
+        np.asarray(ids)
 
 
 def test_a_corpus_that_another_replaces_is_not_read_on(tmp_path):
@@ -221,6 +359,7 @@ def test_a_prepared_corpus_trains_and_resumes_and_wants_its_own_tokenizer(tmp_pa
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "p", np.arange(600) % 256, size=100)
     train.train(toy_config(data="p", steps=1), "r")
+    assert "6 files of 600 bytes, 600 of them checked" in capsys.readouterr().out
     assert train.train(toy_config(data="p", steps=2), "r", "last")["step"] == 2
     flags = [*as_flags(TOY_RUN), "--steps", 1]
     status, _, err = call(train, "--data", "p", "--tokenizer", "gpt2", *flags, capsys=capsys)
@@ -249,6 +388,11 @@ MISTAKES = [
     (["good.txt", "--out", "good.txt/x"], "good.txt/x"),
     (["good.txt", "--out", "good.txt"], "good.txt"),
     (["good.txt", "--out", "thesis", "--overwrite"], "--out"),
+    (["good.txt", "--out", "measured", "--overwrite"], "--out"),
+    (["good.txt", "--out", "hidden", "--overwrite"], "--out"),
+    (["x" * 300], "too long"),
+    ([""], "''"),
+    (["wide.txt"], "wide.txt"),
 ]
 
 
@@ -259,6 +403,14 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, value):
     (tmp_path / "thesis").mkdir()
     for name in ("meta.json", "thesis.txt"):
         (tmp_path / "thesis" / name).write_text("{}", encoding="utf-8")
+    for name in (
+        "measured/meta.json",
+        "measured/00000.bin",
+        "measured/12345 measurements.bin",
+        "hidden/.progress.json",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"shards": [], "dtype": "f4", "source": 1}', encoding="utf-8")
     for name, content in (
         ("bad.txt", b"\n" * 2**20 + b"abc\xff"),
         ("end.txt", "ab é".encode()[:-1]),
@@ -267,6 +419,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, value):
         ("cut.txt.gz", gzip.compress(b"text " * 1000)[:-20]),
         ("not.txt.gz", b"text"),
         ("none.txt", b""),
+        ("wide.txt", "text".encode("utf-16-le")),
         ("good.txt", b"text"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -274,6 +427,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, value):
     status, out, err = call(prepare, *flags, *arguments, capsys=capsys)
     assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and value in err, err
     assert not (tmp_path / "p" / "meta.json").exists() and (tmp_path / "thesis" / "thesis.txt").exists()
+    assert len(list((tmp_path / "measured").iterdir())) == 3 and len(list((tmp_path / "hidden").iterdir())) == 1
 
 
 def test_a_folder_of_texts_may_have_a_meta_json_of_its_own(tmp_path):
