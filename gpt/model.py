@@ -1,5 +1,6 @@
 """GPT: embed -> blocks -> final norm -> logits."""
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -7,6 +8,9 @@ from gpt.blocks import BLOCKS, make_norm
 from gpt.config import Mistake, ModelConfig, lookup
 from gpt.layers import Embedding
 from gpt.norms import NORMS
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+    raise Mistake(f"torch is too old ({torch.__version__}, not 2.6 or newer). pip install -r requirements.txt")
 
 
 class GPT(nn.Module):
@@ -50,3 +54,23 @@ class GPT(nn.Module):
         norms = [module for module in self.modules() if isinstance(module, tuple(NORMS.values()))]
         modules = lookup({"all": [self], "norm": norms}, part, "part of the model")
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def with_weights(stored: ModelConfig, weights: dict[str, torch.Tensor], config: ModelConfig | None = None) -> GPT:
+    """The model that has these `weights`, those of a `stored` architecture, in evaluation mode. `config` may differ
+    from it in its dropout and in a shorter context_length, which crops the table of positions. Raises Mistake if the
+    model cannot be made, or if the weights do not fit it."""
+    config = config or stored
+    if config.n_layers > len(weights):  # before anything is made as large as an untrusted file says
+        raise Mistake(f"{len(weights)} tensors, {config.n_layers} blocks")
+    with torch.device("meta"):  # shapes alone
+        model = GPT(config)
+    positions = weights.get("position_embedding.weight")
+    if positions is not None and positions.shape[:1] == (stored.context_length,):
+        weights = weights | {"position_embedding.weight": positions[: config.context_length].clone()}
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        reason = str(error).removeprefix("Error(s) in loading state_dict for GPT:")
+        raise Mistake(" ".join(reason.split())[:400]) from None
+    return model.eval()

@@ -1,6 +1,5 @@
 """Facts about the published weights: names, settings, sizes, and results to compare with."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -8,12 +7,14 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from gpt.config import Mistake
+from gpt.config import Mistake, ModelConfig, settings_of, typed
+from gpt.files import read_json, sha256
 from gpt.generate import Sampling, generate, stream_text
 from gpt.loss import next_token_loss
 from gpt.tokenizer import GPT2BPE
 
 NAMES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
+NAMES["distilgpt2"] = "distilbert/distilgpt2"
 PLACEMENTS = {"gpt2": "pre", "openai-gpt": "post"}
 # Our setting -> that of config.json.
 SETTINGS = {
@@ -24,7 +25,7 @@ SETTINGS = {
     "norm_eps": "layer_norm_epsilon",
 }
 ACTIVATIONS = {
-    "gpt2": {"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
+    "gpt2": {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
     "openai-gpt": {"gelu": "gelu_tanh", "relu": "relu"},  # GPT-1's "gelu" is the tanh form
 }
 # Settings that change the computation, and the only value that our model computes. (n_inner may also be 4 n_embd.)
@@ -98,6 +99,39 @@ def table(model_type: str, n_layers: int) -> dict[str, tuple[str, bool]]:
     return parameters
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """The architecture in a folder's config.json; what files of 2019 leave out is GPT-2's or GPT-1's. Raises Mistake if
+    it is neither's, or not as ours."""
+    path, fields = folder / "config.json", settings_of(ModelConfig)
+    if not path.is_file():
+        raise Mistake(f"no weights there ({path}: no such file). Name a folder with config.json and model.safetensors.")
+    # null is the default; but where that is true, transformers takes null for false.
+    stored = {name: value for name, value in read_json(path).items() if value is not None or FIXED.get(name)}
+    try:
+        if "model_type" not in stored and "n_embd" in stored:
+            stored["model_type"] = "openai-gpt" if "afn" in stored else "gpt2"
+        kind = str(stored["model_type"])
+        if kind not in PLACEMENTS:
+            raise ValueError(f"model_type is {kind}; known are {', '.join(PLACEMENTS)}")
+        usual = {"layer_norm_epsilon": 1e-5, "afn": "gelu", "activation_function": "gelu_new"}
+        usual["n_positions"] = stored.get("n_ctx", 1024 if kind == "gpt2" else 512)
+        for name, value in (usual | stored).items():  # some programs write 12.0 for 12
+            stored[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, only in FIXED.items():
+            value = 4 * stored["n_embd"] if name == "n_inner" else only
+            if stored.get(name, only) not in (only, value):
+                raise ValueError(f"{name} is {stored[name]}, and can only be {value}")
+        activation = str(stored["afn" if kind == "openai-gpt" else "activation_function"])
+        if activation not in ACTIVATIONS[kind]:
+            raise ValueError(f"the activation is {activation}; known are {', '.join(ACTIVATIONS[kind])}")
+        settings = {name: typed(name, stored[outer], fields[name]) for name, outer in SETTINGS.items()}
+        settings |= {"norm": PLACEMENTS[kind], "activation": ACTIVATIONS[kind][activation]}
+        return ModelConfig(vocab_size=stored["vocab_size"], **settings)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+        raise Mistake(f"not a GPT-2 or GPT-1 configuration ({path}: {reason:.300}). Name another folder.") from None
+
+
 class Fact(NamedTuple):
     """A published value beside the measured one, and whether they agree (None: not measured)."""
 
@@ -130,10 +164,8 @@ def shape(config) -> tuple:
 
 def file_facts(path: Path) -> list[Fact]:
     """Those of GPT-2 small's file as it was published."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     with safe_open(path, framework="pt") as tensors:
-        measured = path.stat().st_size, digest, len(tensors.keys())
+        measured = path.stat().st_size, sha256(path), len(tensors.keys())
     return [equal(name, expected, value) for (name, expected), value in zip(GPT2_FILE.items(), measured)]
 
 

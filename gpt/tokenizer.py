@@ -7,7 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from gpt.config import Mistake
+from gpt.files import read_json, read_text
 
+# The files in which other programs keep a tokenizer; the last ones are of kinds that we do not have.
+FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+FOREIGN = ("vocab.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_BPE = Path(__file__).parents[1] / "data" / "gpt2" / "vocab.bpe"
 # The character by which GPT-2's files write each byte, in the order of their ids: 188 bytes are printable characters of
@@ -100,6 +104,54 @@ def identity(tokenizer) -> dict:
     content = json.dumps(tokenizer.to_json(), sort_keys=True).encode("utf-8")
     size = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     return size | {"sha256": hashlib.sha256(content).hexdigest()}
+
+
+def stored_in(folder: Path) -> list[Path]:
+    """The files of a tokenizer in a folder of weights."""
+    ours = [path for name in FILES if (path := folder / name).exists()]
+    return ours or [path for name in FOREIGN if (path := folder / name).exists()]
+
+
+def require_stored(tokenizer, folder: Path):
+    """Raise Mistake if the folder has the files of another tokenizer than this one; it may have ids beyond ours."""
+    model = tokenizer.to_json()["model"]
+    own = {"vocab": model["vocab"], "merges": _ranks(model["merges"])}
+    for path in stored_in(folder):
+        try:
+            for part, theirs in _content(path, tokenizer.vocab_size).items():
+                for key in (*own[part], *theirs):
+                    if own[part].get(key) != theirs.get(key):
+                        raise ValueError(f"{key!r:.80} is {theirs.get(key)}, not {own[part].get(key)}")
+        except Mistake:  # it cannot be read
+            raise
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = str(error) if type(error) is ValueError else f"no byte pairs, {error!r:.80}"
+            raise Mistake(
+                f"the weights have another tokenizer than {tokenizer.name} ({path}: {reason}). "
+                "Use them from Python, with ids."
+            ) from None
+
+
+def _ranks(merges: list) -> dict[str, int]:
+    """The merges, as "a b" or as ["a", "b"], and the place of each."""
+    return {pair if isinstance(pair, str) else " ".join(pair): rank for rank, pair in enumerate(merges)}
+
+
+def _content(path: Path, size: int) -> dict[str, dict]:
+    """What a tokenizer's file has of these: "vocab", the ids by word that are below `size`, and "merges"."""
+    if path.name == "merges.txt":
+        version, *lines = read_text(path).splitlines() or [""]
+        return {"merges": _ranks(lines if version.startswith("#version") else [version, *lines])}
+    if path.name not in FILES:
+        raise ValueError("no byte pairs")
+    stored, merges = read_json(path), {}
+    if path.name == "tokenizer.json":
+        splits, model = stored["pre_tokenizer"], stored["model"]
+        if stored.get("normalizer") or splits["type"] != "ByteLevel" or not splits.get("use_regex", True):
+            raise ValueError("another normalizer or pre_tokenizer")
+        special = {token["content"]: token["id"] for token in stored.get("added_tokens", [])}
+        stored, merges = model["vocab"] | special, {"merges": _ranks(model["merges"])}
+    return {"vocab": {word: i for word, i in stored.items() if i < size}} | merges
 
 
 def _to_json(vocabulary: dict[str, int], merges: list[str], end_of_text: int | None) -> dict:

@@ -1,18 +1,23 @@
 """To transformers and back: what it saves is loaded, and what is exported it opens."""
 
+import errno
+import os
 import re
+import shutil
+from pathlib import Path
 
 import golden
 import pytest
 import torch
+from safetensors import SafetensorError
 from toys import call, toy_config, toy_model, toy_tokens
 
 import train
 from gpt import BLOCKS, pretrained
-from gpt.config import Mistake
+from gpt.config import Failure, Mistake
 from gpt.generate import generate
 from gpt.pretrained import export, load, recognizes
-from gpt.tokenizer import TOKENIZERS
+from gpt.tokenizer import TOKENIZERS, Bytes
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -96,9 +101,38 @@ def test_only_a_new_or_empty_folder_is_taken(tmp_path):
     assert recognizes(tmp_path / "empty") and not recognizes(tmp_path / "full")
 
 
+def test_a_mode_is_a_courtesy(tmp_path, monkeypatch):
+    """On a file system that has none."""
+
+    def refuse(*arguments, **settings):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for place, name in ((os, "chmod"), (os, "fchmod"), (Path, "chmod"), (shutil, "copymode")):
+        monkeypatch.setattr(place, name, refuse, raising=False)
+    export(toy_model(), tmp_path / "out")
+    assert torch.equal(load(tmp_path / "out")(toy_tokens()), toy_model()(toy_tokens()))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("No space left")], ids=repr)
+def test_a_disk_that_does_not_take_it_keeps_nothing(tmp_path, monkeypatch, error):
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(pretrained, "save_file", fail)
+    (tmp_path / "empty").mkdir()
+    for name in ("out", "empty"):
+        with pytest.raises(Failure, match=rf"\b{name} \(.*No space left"):
+            export(toy_model(), tmp_path / name, Bytes())
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
 def test_the_command_that_exports(here, quick, capsys):
-    train.train(toy_config(data="text.txt", steps=1), "r")
+    for norm, run in (("pre", "r"), ("post", "post")):
+        train.train(toy_config(data="text.txt", steps=1, norm=norm), run)
     assert call(pretrained, "export", "r", "out", capsys=capsys)[0] == 0
+    for path in here.rglob("step-*/model.safetensors"):
+        path.write_bytes(b"")  # what is refused is refused before these are read
     assert sorted(path.name for path in (here / "out").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
@@ -108,6 +142,14 @@ def test_the_command_that_exports(here, quick, capsys):
         (["check", "r", "x"], r"\(check\)"),
         (["check", "r"], "r.config.json.*model_type"),
         (["chekc", "gpt2"], "'chekc'.*check.*export"),
+        (["export", "post", "new"], "norm post"),
     ):
         status, _, err = call(pretrained, *arguments, capsys=capsys)
         assert status == 2 and re.search(pattern, err) and err.count("\n") == 1, err
+    assert not (here / "new").exists()
+
+
+def test_the_help_has_a_line_for_each_command(capsys):
+    assert (
+        len(re.findall("(?m)^python -m gpt.pretrained (check|export) ", call(pretrained, "-h", capsys=capsys)[1])) == 2
+    )

@@ -8,8 +8,11 @@ import threading
 
 import golden
 import pytest
-from toys import toy_model
+from toys import call, toy_model
 
+import probe
+import sample
+import train
 from gpt.config import Mistake
 from gpt.pretrained import export, load, recognizes
 from gpt.published import NAMES
@@ -64,6 +67,8 @@ def test_a_name_is_downloaded_once_and_then_needs_no_network(tmp_path, hub, fork
     assert missing.wait() == 2 and missing.out == "" and missing.err.count("\n") == 1, missing.err
     assert "gpt2-xl" in missing.err and NAMES["gpt2-xl"] in missing.err and "HF_ENDPOINT" in missing.err
     before = len(asked)
+    full = forks.start("sample", NAMES["gpt2"], *words, cwd=tmp_path, **environment)
+    assert full.wait() == 0 and full.out == first.out, full.err
     for endpoint in (environment["HF_ENDPOINT"], "http://127.0.0.1:9"):  # nothing listens at the second
         again = forks.start("sample", "gpt2", *words, cwd=tmp_path, **environment | {"HF_ENDPOINT": endpoint})
         assert again.wait() == 0 and again.out == first.out, again.err
@@ -86,7 +91,27 @@ def test_a_folder_is_read_as_a_folder_whatever_its_name(here):
     assert recognizes("gpt2") and load("gpt2").config.d_model == 12
 
 
-def test_a_near_miss_is_taken_for_a_name():
-    assert recognizes("gtp2") and not recognizes("nowhere") and all(map(recognizes, NAMES))
-    with pytest.raises(Mistake, match=r"\(gtp2\).*gpt2"):
-        load("gtp2")
+@pytest.mark.parametrize(
+    "name, meant", [("gtp2", "gpt2"), ("GPT2", "gpt2"), ("openai-comunity/gpt2", "openai-community/gpt2")]
+)
+def test_a_near_miss_is_taken_for_a_name(name, meant):
+    assert recognizes(name)
+    with pytest.raises(Mistake, match=rf"\({name}\).*{meant}\b"):
+        load(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["openai/gpt2", "microsoft/DialoGPT-medium", "distilbert/distilbert-base", "me/openai-gpt"]
+)
+def test_another_name_of_the_hub_is_told_how_to_become_a_folder(name, here, capsys):
+    for script, arguments in ((sample, [name]), (probe, [name]), (train, ["--init", name])):
+        status, out, err = call(script, *arguments, capsys=capsys)
+        assert (status, out) == (2, "") and f"({name})" in err and f"hf download {name} --local-dir" in err
+        assert "Did you mean" not in err and err.count("\n") == 1
+    (here / name.partition("/")[0]).mkdir()
+    assert not recognizes(name)  # a path into a folder that is there
+
+
+def test_names_that_are_recognized():
+    assert all(map(recognizes, [*NAMES, *NAMES.values()]))
+    assert not any(map(recognizes, ["nowhere", "runs/mine", "gpt-neo", "a/b/c", "The dog " * 500, ""]))

@@ -1,7 +1,9 @@
 """Published weights are loaded as they are, or refused by name: every file that people have, and runs that start from
 them."""
 
+import dataclasses
 import json
+import os
 import re
 import shutil
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import TOY, call, records, toy_model
+from toys import TOY, call, records, toy_config, toy_model, toy_tokens
 
 import probe
 import sample
@@ -19,10 +21,11 @@ from gpt import BLOCKS, ModelConfig
 from gpt.blocks import Block
 from gpt.config import Mistake
 from gpt.loss import NextToken
-from gpt.pretrained import INDEX, export, load, read_config
+from gpt.pretrained import INDEX, export, load, read_config, recognizes
 from gpt.tokenizer import Bytes
+from gpt.training import checkpoint
 from gpt.training.data import Data
-from gpt.training.settings import configure, from_weights
+from gpt.training.settings import MODEL_SETTINGS, TrainConfig, configure, from_weights, weights_of
 from gpt.training.trainer import mean_loss
 
 MODEL_TYPES = sorted(golden.CONFIGS)
@@ -127,6 +130,7 @@ def with_tensor(name, *shape):
     return lambda tensors: tensors | {name: torch.ones(shape)}
 
 
+HEADS = ["score.weight", "multiple_choice_head.summary.weight", "v_head.summary.bias", "classifier.weight"]
 # What is wrong with the file, and what the message names: our parameter, or the stored tensor that we do not have.
 BAD_WEIGHTS = [
     (without("ln_f.weight"), ["final_norm.weight"]),
@@ -143,6 +147,12 @@ BAD_WEIGHTS = [
     (lambda t: t | {"ln_f.bias": torch.ones(12).int()}, ["ln_f.bias", "int32"]),
     (with_tensor("transformer.ln_f.bias", 12), ["final_norm.bias"]),
     (with_tensor("lm_head.weight", 7, 12), ["lm_head.weight"]),
+    (with_tensor("lm_head.weight", 3, 12), ["lm_head.weight"]),
+    (lambda t: t | {"wte.weight": t["wte.weight"].to(torch.float8_e4m3fn)}, ["wte.weight", "float8"]),
+    (lambda t: t | {"h.1.ln_1.bias": torch.full((12,), torch.nan)}, ["h.1.ln_1.bias", "finite"]),
+    (lambda t: t | {"wpe.weight": torch.full((8, 12), -torch.inf).half()}, ["wpe.weight", "finite"]),
+    *((with_tensor(name, 2, 12), [name, "AutoModelForCausalLM"]) for name in HEADS),
+    (lambda t: prefixed(t) | {"score.weight": torch.ones(2, 12)}, ["score.weight", "AutoModelForCausalLM"]),
 ]
 
 
@@ -166,7 +176,13 @@ BAD_CONFIGS = [
     ({"n_layer": 10**7}, r"\b28\b.*\b10000000\b"),
     ({"n_layer": -1}, "n_layers.*-1"),
     ({"vocab_size": None}, "vocab_size"),
-    ({"vocab_size": 7.0}, "vocab_size.*7.0"),
+    ({"vocab_size": 7.5}, "vocab_size.*7.5"),
+    ({"n_layer": True}, "n_layers.*True"),
+    ({"n_layer": float("inf")}, "n_layers.*inf"),
+    ({"n_embd": 1e300}, "d_model"),
+    ({"model_type": ["gpt2"]}, "model_type.*gpt2"),
+    ({"activation_function": {}}, "activation.*gelu_new"),
+    ({"scale_attn_weights": None}, "scale_attn_weights.*None.*True"),
     ({"vocab_size": 10**30}, "vocab_size"),
     ({"n_positions": 10**18}, "context_length"),
     ({"n_embd": 10**11 + 1, "n_head": 2}, "d_model"),
@@ -197,12 +213,44 @@ def test_a_bug_in_a_block_is_not_taken_for_bad_weights(tmp_path, monkeypatch, bu
     assert error.value is bug
 
 
-@pytest.mark.parametrize("missing", ["n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "model_type"])
+@pytest.mark.parametrize("missing", ["n_layer", "n_head", "n_embd", "vocab_size"])
 def test_a_configuration_with_a_gap_is_refused_by_name(tmp_path, missing):
     folder = golden.folder(tmp_path / "w")
     config = {name: value for name, value in golden.CONFIGS["gpt2"].items() if name != missing}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert f"'{missing}'" in refusal(load, folder)
+
+
+OLD = {
+    "no activation": {"activation_function": None, "afn": None},
+    "no epsilon": {"layer_norm_epsilon": None},
+    "no model_type": {"model_type": None},
+    "n_ctx": {"n_positions": None, "n_ctx": 8},
+    "2019": {"activation_function": None, "layer_norm_epsilon": None, "model_type": None, "n_ctx": 8},
+    "numbers": {"n_layer": 2.0, "n_embd": 12.0, "vocab_size": 7.0, "n_inner": 48.0, "n_positions": 8.0},
+    "others": {"n_ctx": 1024, "torch_dtype": "float16", "n_special": 0, "add_cross_attention": None},
+}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
+@pytest.mark.parametrize("change", OLD)
+def test_old_and_odd_configurations_are_what_they_were(tmp_path, model_type, change, absent):
+    """A setting that is left out, or null, has the default of GPT-2 or GPT-1."""
+    plain = read_config(golden.folder(tmp_path / "plain", model_type))
+    config = golden.CONFIGS[model_type] | OLD[change]
+    if model_type == "openai-gpt" and OLD[change].get("model_type", "") is None:
+        config["afn"] = "gelu"  # by which such a file is told from GPT-2's
+    config = {name: value for name, value in config.items() if not (absent and value is None)}
+    folder = golden.folder(tmp_path / "w", model_type)
+    (folder / "config.json").write_text("\ufeff" + json.dumps(config), encoding="utf-8")
+    assert recognizes(folder) and load(folder).config == plain
+
+
+def test_the_context_is_gpt2s_or_gpt1s_by_default(tmp_path):
+    for model_type, length in (("gpt2", 1024), ("openai-gpt", 512)):
+        folder = golden.folder(tmp_path / model_type, model_type, n_positions=None)
+        assert read_config(folder).context_length == length
 
 
 def test_settings_that_do_not_change_the_computation_are_taken(tmp_path):
@@ -222,9 +270,36 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "model.safetensors" in refusal(load, folder)
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
     assert all(word in refusal(load, folder) for word in ("pytorch_model.bin", "any code", "save_pretrained"))
-    for content in ('{"model_type": "gpt2"', "[" * 100000, "[1]", "3"):
+    for content in ('{"model_type": "gpt2"', "[" * 100000, "[1]", "3", " " * 2**24 + "3"):
         (folder / "config.json").write_text(content, encoding="utf-8")
         assert "config.json" in refusal(load, folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+def test_weights_may_be_links(tmp_path):
+    """As the hub's library keeps them."""
+    folder = golden.folder(tmp_path / "w")
+    expected = load(folder).state_dict()
+    blob = (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(blob)
+    loaded = load(folder).state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    blob.unlink()
+    assert "model.safetensors" in refusal(load, folder)
+
+
+def test_weights_are_files_of_the_folder(tmp_path):
+    folder = golden.folder(tmp_path / "w")
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "pytorch_model-00002-of-00002.bin")
+    assert all(word in refusal(load, folder) for word in ("-00002-of-00002.bin", "any code", "save_pretrained"))
+    (folder / "pytorch_model-00002-of-00002.bin").unlink()
+    assert "model-00002-of-00002.safetensors" in refusal(load, folder)
+    (folder / "model-00002-of-00002.safetensors").mkdir()
+    assert "model-00002-of-00002.safetensors" in refusal(load, folder)
+    (folder / "config.json").unlink()
+    assert recognizes(folder) and "config.json" in refusal(load, folder)
+    assert "file" in refusal(load, folder / INDEX)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/../../x", "..", "", None, 3])
@@ -278,7 +353,8 @@ def test_training_starts_from_weights(bytes_gpt2, here, quick, capsys):
     still = ["--lr", 1e-30, "--context-length", 12, "--out", "r"]
     assert call(train, *arguments, *still, capsys=capsys)[0] == 0
     config = json.loads((here / "r" / "config.json").read_text(encoding="utf-8"))
-    assert (config["init"], config["context_length"], config["n_layers"]) == ("toy", 12, TOY["n_layers"])
+    assert (config["init"], config["context_length"]) == (str(here / "toy"), 12)
+    assert config["n_layers"] == TOY["n_layers"]
     data = Data(Bytes().encode((here / "text.txt").read_text(encoding="utf-8")), 12, 4, 0.1, 0)
     expected = mean_loss(NextToken(load("toy")), data.windows(4))
     assert records(here / "r")[0]["val_loss"] == pytest.approx(expected, abs=1e-4)
@@ -286,7 +362,7 @@ def test_training_starts_from_weights(bytes_gpt2, here, quick, capsys):
         ("--norm", "post", "norm.*pre.*post"),
         ("--n-layers", 3, f"n_layers.*{TOY['n_layers']}.*3"),
         ("--no-bias", "", "bias.*True.*False"),
-        ("--context-length", 99, "context_length.*16.*99"),
+        ("--context-length", 99, "context_length.*16.*99.*at most 16"),
         ("--tokenizer", "gpt2", "tokenizer.*bytes.*gpt2"),
         ("--init", "gtp2", r"\(gtp2\).*gpt2"),
         ("--init", "nowhere", r"\(nowhere\)"),
@@ -304,6 +380,85 @@ def test_a_run_from_weights_resumes_without_them(bytes_gpt2, here, quick):
     (bytes_gpt2 / "model.safetensors").unlink()
     assert train.train(configure({"steps": 4}, config), "r", resume="last")["step"] == 4
     assert "init" in refusal(train.train, configure({"init": "gpt2"}, config), "r", "last")
+
+
+def as_run(run, **settings):
+    """A run folder with a model, at its step 7; returns the model and its configuration."""
+    config = toy_config(context_length=16, **settings)
+    model = toy_model(vocab_size=256, **{name: value for name, value in settings.items() if name in MODEL_SETTINGS})
+    config = dataclasses.replace(config, model=model.config)
+    run.mkdir()
+    state = {"step": 7, "best_step": None, "config": checkpoint.config_to_json(config)}
+    checkpoint.save(run, model.state_dict(), {}, state)
+    return model.eval(), config
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_a_runs_weights_are_weights(here, norm):
+    """Of every placement: with a new dropout, a shorter context, a new schedule."""
+    model, config = as_run(here / "r", norm=norm, bias=False, steps=9)
+    for source in ("r", "r/step-000007"):
+        base = from_weights(source)
+        assert (base.model, base.tokenizer, base.init) == (config.model, "bytes", str(here / source))
+        assert base.steps == TrainConfig().steps and not recognizes(source)
+        changed = configure({"context_length": 5, "dropout": 0.5}, base)
+        loaded, tokens = weights_of(changed)(), toy_tokens(length=5, vocab_size=256)
+        assert loaded.config == changed.model and loaded.position_embedding.weight.shape == (5, 32)
+        assert torch.equal(loaded(tokens), model(tokens))
+        for name, value in {"context_length": 17, "n_layers": 1, "norm": "mine", "bias": True}.items():
+            message = refusal(
+                weights_of, dataclasses.replace(base, model=dataclasses.replace(base.model, **{name: value}))
+            )
+            assert name in message and str(value) in message and ("at most 16" in message) == (value == 17)
+
+
+def test_a_run_goes_on_at_its_rate_unless_that_was_the_default(here):
+    as_run(here / "plain")
+    as_run(here / "tuned", optimizer="adamw", lr=2e-5)
+    assert from_weights("plain") == dataclasses.replace(
+        TrainConfig(), model=from_weights("plain").model, init=str(here / "plain")
+    )
+    tuned = from_weights("tuned")
+    assert (tuned.optimizer, tuned.peak_lr, tuned.last_lr) == ("adamw", 2e-5, pytest.approx(2e-6))
+    assert configure({"optimizer": "adamw"}, from_weights("plain")).peak_lr == 1e-3
+
+
+def test_training_starts_from_a_run(here, quick, capsys):
+    """The source may move afterwards, and the same command resumes."""
+    model, _ = as_run(here / "mine", norm="post")
+    words = ["--init", "mine", "--data", "text.txt", "--batch-size", 4, "--warmup-steps", 0, "--out", "r"]
+    assert call(train, *words, "--steps", 1, "--lr", 1e-30, capsys=capsys)[0] == 0
+    data = Data(Bytes().encode((here / "text.txt").read_text(encoding="utf-8")), 16, 4, 0.1, 0)
+    assert records(here / "r")[0]["val_loss"] == pytest.approx(mean_loss(NextToken(model), data.windows(4)), abs=1e-4)
+    shutil.rmtree(here / "mine")
+    status, out, err = call(train, *words, "--steps", 2, "--lr", 1e-30, "--resume", "auto", capsys=capsys)
+    assert status == 0 and "changed init" not in out + err
+    config = json.loads((here / "r" / "config.json").read_text(encoding="utf-8"))
+    assert (config["init"], config["norm"], config["tokenizer"]) == (str(here / "mine"), "post", "bytes")
+    status, _, err = call(train, "--out", "r", "--resume", "--tokenizer", "gpt2", capsys=capsys)
+    assert status == 2 and re.search("tokenizer.*bytes.*gpt2", err)
+
+
+def test_a_tokenizer_is_compared_or_assumed(bytes_gpt2, here, quick, capsys):
+    """By every script, in one line on stderr."""
+    arguments = {
+        sample: ["toy", "--max-new-tokens", 3],
+        probe: ["toy"],
+        train: ["--init", "toy", "--data", "text.txt", "--steps", 1, "--batch-size", 4],
+    }
+    for script, words in arguments.items():
+        status, _, err = call(script, *words, capsys=capsys)
+        assert status == 0 and "assumed" not in err
+    path = bytes_gpt2 / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"!": 33', '"!": 34'), encoding="utf-8")
+    for script, words in arguments.items():
+        status, _, err = call(script, *words, capsys=capsys)
+        assert status == 2 and err.count("\n") == 1 and "tokenizer.json" in err and "from Python" in err
+    path.unlink()
+    for script, words in arguments.items():
+        status, _, err = call(script, *words, capsys=capsys)
+        (line,) = (line for line in err.splitlines() if "assumed" in line)
+        assert status == 0 and "bytes" in line and "toy" in line
 
 
 def test_the_scripts_take_weights(bytes_gpt2, here, capsys):

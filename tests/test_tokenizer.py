@@ -4,12 +4,13 @@ import hashlib
 import json
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
 
 from gpt.config import Mistake
-from gpt.tokenizer import GPT2BPE, TOKENIZERS, VOCAB_BPE, Bytes
+from gpt.tokenizer import FOREIGN, GPT2BPE, TOKENIZERS, VOCAB_BPE, Bytes, require_stored, stored_in
 from gpt.training import corpus
 
 
@@ -101,3 +102,103 @@ def test_the_end_of_text_marker_is_text_in_a_corpus_and_special_in_a_prompt(gpt2
 def test_a_missing_merges_file_is_named(tmp_path):
     with pytest.raises(Mistake, match=r"\(.*nowhere\.bpe\)"):
         GPT2BPE(tmp_path / "nowhere.bpe")
+
+
+def write_files(folder, tokenizer, **changes):
+    """The tokenizer in the three files of Hugging Face's libraries, with `changes` of the parts of tokenizer.json."""
+    stored = tokenizer.to_json() | changes
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps(stored["model"]["vocab"]), encoding="utf-8")
+    lines = [
+        "#version: 0.2",
+        *(pair if isinstance(pair, str) else " ".join(pair) for pair in stored["model"]["merges"]),
+    ]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_a_folder_with_the_same_tokenizer_is_taken(tmp_path, gpt2):
+    for tokenizer in (gpt2, Bytes()):
+        folder = tmp_path / tokenizer.name
+        write_files(folder, tokenizer)
+        require_stored(tokenizer, folder)
+        assert [path.name for path in stored_in(folder)] == ["tokenizer.json", "vocab.json", "merges.txt"]
+    stored = gpt2.to_json()
+    pairs = [merge.split(" ") for merge in stored["model"]["merges"]]  # as newer versions write them
+    padded = {"vocab": stored["model"]["vocab"] | {"<pad>": 50257}, "merges": pairs}
+    write_files(tmp_path / "other", gpt2, model=padded, added_tokens=[{"content": "[PAD]", "id": 50258}])
+    require_stored(gpt2, tmp_path / "other")
+    assert stored_in(tmp_path) == []
+    require_stored(gpt2, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_saves_of_gpt2s_tokenizer_is_taken(tmp_path, gpt2):
+    transformers = pytest.importorskip("transformers")
+    model = gpt2.to_json()["model"]
+    write_files(tmp_path / "files", gpt2)
+    (tmp_path / "files" / "tokenizer.json").unlink()
+    pairs = [tuple(merge.split(" ")) for merge in model["merges"]]
+    transformers.GPT2Tokenizer(vocab=model["vocab"], merges=pairs).save_pretrained(tmp_path / "saved")
+    require_stored(gpt2, tmp_path / "saved")
+    assert stored_in(tmp_path / "saved")
+
+
+def other_vocabulary(stored):
+    """Two words in each other's place, as in another language the words of the same ids are others."""
+    a, b = "the", "Ġthe"
+    words = stored["model"]["vocab"]
+    return {"model": stored["model"] | {"vocab": words | {a: words[b], b: words[a]}}}
+
+
+DIFFERENT = {
+    "vocabulary": other_vocabulary,
+    "merges": lambda stored: {"model": stored["model"] | {"merges": stored["model"]["merges"][::-1]}},
+    "fewer merges": lambda stored: {"model": stored["model"] | {"merges": stored["model"]["merges"][:-1]}},
+    "lower case": lambda stored: {"normalizer": {"type": "Lowercase"}},
+    "other pieces": lambda stored: {"pre_tokenizer": {"type": "Whitespace"}},
+    "other kind": lambda stored: {"model": {"type": "Unigram", "vocab": [["a", -1.0]], "merges": []}},
+    "nothing": lambda stored: {"model": {"vocab": {}, "merges": []}},
+    "garbage": lambda stored: {"added_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT)
+def test_a_folder_with_another_tokenizer_is_refused_by_the_file(tmp_path, gpt2, change):
+    write_files(tmp_path / "w", gpt2, **DIFFERENT[change](gpt2.to_json()))
+    with pytest.raises(Mistake, match=r"\(.*tokenizer\.json.*from Python") as error:
+        require_stored(gpt2, tmp_path / "w")
+    assert len(str(error.value)) < 600
+    (tmp_path / "w" / "tokenizer.json").unlink()
+    if change in ("vocabulary", "merges", "fewer merges"):
+        file = "vocab.json" if change == "vocabulary" else "merges.txt"
+        with pytest.raises(Mistake, match=rf"{file}.*from Python"):
+            require_stored(gpt2, tmp_path / "w")
+
+
+def test_256_ids_need_not_be_bytes(tmp_path):
+    letters = {chr(0x4E00 + i): i for i in range(256)}
+    write_files(tmp_path / "w", Bytes(), model={"vocab": letters, "merges": ["a b"]})
+    for file in ("tokenizer.json", "vocab.json", "merges.txt"):
+        with pytest.raises(Mistake, match=re.escape(file)):
+            require_stored(Bytes(), tmp_path / "w")
+        (tmp_path / "w" / file).unlink()
+    require_stored(Bytes(), tmp_path / "w")
+    for file in FOREIGN:
+        (tmp_path / "w" / file).write_bytes(b"\xff")
+        with pytest.raises(Mistake, match=re.escape(file)):
+            require_stored(Bytes(), tmp_path / "w")
+        (tmp_path / "w" / file).unlink()
+
+
+CONTENTS = {"empty": b"", "bytes": b"\xff\xfe\x00", "deep": b"[" * 10**5, "number": b"3", "huge": b" " * (2**24 + 1)}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json", "merges.txt"])
+def test_a_tokenizers_file_that_cannot_be_read_is_named(tmp_path, gpt2, content, file):
+    (tmp_path / file).write_bytes(CONTENTS[content])
+    with pytest.raises(Mistake, match=re.escape(file)) as error:
+        require_stored(gpt2, tmp_path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert content != "huge" or f"{2**24:,} bytes" in str(error.value)
