@@ -1,23 +1,28 @@
 """The same training for several placements and seeds: python compare.py pre post peri --seeds 3 --steps 500.
 
-The same command again goes on where it stopped; with more placements or seeds it adds those."""
+The same command again goes on where it stopped; more seeds are added, and more placements where --out names it."""
 
 import collections
 import dataclasses
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt.command_line import CommandLine, Progress
+sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+
+from gpt.command_line import CommandLine, Progress, tell
 from gpt.config import Mistake, lookup
+from gpt.files import courtesy, held, read_lines, write
 from gpt.study import comparison
-from gpt.training.files import held, read_lines, write
 from gpt.training.report import require_tensorboard
-from gpt.training.results import code_of, make_folder, open_results, run_name, save_results
+from gpt.training.results import code_of, default_folder, make_folder, open_results, run_name, save_results
 from gpt.training.run import StopRequest
 from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
 from train import train, update
+
+MOST_SEEDS = 1000
 
 
 class Plan(NamedTuple):
@@ -40,8 +45,9 @@ def read_entries(entries: list[str], count: int, flags: dict) -> tuple[list[str]
     if len(files) > 1:
         raise Mistake(f"two configurations ({', '.join(files)}). Name one.")
     config = configure((read_toml(files[0]) if files else {}) | flags)
-    if not placements or count < 1:
-        raise Mistake(f"nothing to compare ({len(placements)} placements, --seeds {count}). Give at least one of both.")
+    if not placements or not 1 <= count <= MOST_SEEDS:
+        counts = f"{len(placements)} placements, --seeds {count}"
+        raise Mistake(f"nothing to compare ({counts}). Give at least one of both, and at most {MOST_SEEDS} seeds.")
     if len({*placements}) < len(placements):
         raise Mistake(f"a placement is named twice ({', '.join(placements)}). Name each once.")
     if config.init != "scratch" or config.val_fraction == 0:
@@ -60,7 +66,7 @@ def make_plan(placements: list[str], count: int, config: TrainConfig) -> Plan:
     from gpt import GPT
     from gpt.study.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
-    from gpt.training import corpus, data, device
+    from gpt.training import checkpoint, corpus, data, device
 
     seeds = [dataclasses.replace(config, seed=config.seed + number).seed for number in range(count)]
     device.choose(config.device, config.dtype, config.compile, device.look(config.device))
@@ -76,6 +82,10 @@ def make_plan(placements: list[str], count: int, config: TrainConfig) -> Plan:
         torch.manual_seed(config.seed)
         model = GPT(dataclasses.replace(shape, norm=placement))
         depth_profile(model, rows)
+        with tempfile.TemporaryDirectory() as folder:
+            state = {"step": 0, "config": checkpoint.config_to_json(dataclasses.replace(config, model=model.config))}
+            checkpoint.save(Path(folder), model.state_dict(), {}, state)
+            checkpoint.load_model(folder)
         counts[placement] = {"parameters": model.count_parameters(), "in_norms": model.count_parameters("norm")}
         code |= dict.fromkeys((run_name(placement, seed) for seed in seeds), code_of(model, update))
     runs = {run_name(placement, seed): (placement, seed) for seed in seeds for placement in placements}
@@ -112,7 +122,7 @@ def train_all(plan: Plan, out: Path, results: dict, stop) -> bool:
 
 def train_one(config: TrainConfig, run: Path, resume: bool, stop, progress: Progress) -> dict | None:
     """The outcome of a run, for results.json; None if it was stopped."""
-    from gpt.training.trainer import Diverged
+    from gpt.training.report import Diverged
 
     outcome = {"norm": config.model.norm, "seed": config.seed, "diverged": None}
     try:
@@ -145,13 +155,8 @@ def draw(plan: Plan, out: Path, runs: dict, title: str):
         profiles["at the start"][placement] = first
         if ended:
             profiles[f"at step {last['step']}"][placement] = last
-    panels = {
-        f"{text} {time}": {placement: profile[key] for placement, profile in by_placement.items()}
-        for key, text in plots.SHOWN.items()
-        for time, by_placement in profiles.items()
-    }
     plots.bands(losses, f"{title}: mean and range over the seeds", out / "curves.png")
-    plots.depth_lines(panels, f"{title}: one seed", out / "depth.png")
+    plots.depth_lines(plots.panels_of(profiles), f"{title}: one seed", out / "depth.png")
 
 
 def compare(flags: dict) -> int | None:
@@ -160,43 +165,47 @@ def compare(flags: dict) -> int | None:
 
     entries, count, out, overwrite = (flags.pop(name) for name in ("entries", "seeds", "out", "overwrite"))
     placements, config = read_entries(entries, count, flags)
-    plan, out = make_plan(placements, count, config), Path(out)
+    plan = make_plan(placements, count, config)
+    out = Path(out or default_folder(placements, plan.settings))
     make_folder(out)
     with held(out), StopRequest() as stop:
         results = open_results(out, plan.settings, plan.code, overwrite)
         size = f"{config.model.n_layers} blocks of width {config.model.d_model}"
         title = f"{size}, {config.steps:,} steps on {corpus.name(config.data)}"
         seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}" if count > 1 else f"seed {plan.seeds[0]}"
-        print(f"compare {', '.join(placements)}; {seeds}\neach    {title}\nfolder  {out}", flush=True)
+        tell(f"compare {', '.join(placements)}; {seeds}\neach    {title}\nfolder  {out}")
         if not train_all(plan, out, results, stop):
-            print(f"stopped; the same command goes on with {out}")
+            tell(f"stopped; the same command goes on with {out}")
             return 128 + stop.signum
         table = comparison.summarize(placements, plan.seeds, results["runs"].values())
         results["table"] = [plan.counts[entry["norm"]] | entry for entry in table]
         save_results(out, results)
         rows = comparison.rows(results["table"], plan.seeds, plan.settings["unit"])
         write(out / "results.md", f"{comparison.markdown(rows)}\n\n{comparison.LEGEND}\n")
-        draw(plan, out, results["runs"], title)
-    columns = comparison.SHORT if sys.stdout is not None and sys.stdout.isatty() else None
-    print("\n" + comparison.markdown([row[:columns] for row in rows]))
-    print(f"\n{out}: results.md, results.json, curves.png, depth.png")
+        with courtesy("draw the pictures"):
+            draw(plan, out, results["runs"], title)
+    columns = comparison.SHORT if sys.stdout.isatty() else None
+    tell("\n" + comparison.markdown([row[:columns] for row in rows]))
+    tell(f"\n{out}: results.md, results.json, curves.png, depth.png")
     if others := {run["norm"] for run in results["runs"].values()} - {*placements}:
-        print(f"in the folder, and not in the table: {', '.join(sorted(others))}")
+        tell(f"in the folder, and not in the table: {', '.join(sorted(others))}")
 
 
 def main(argv: list[str]):
     usage = "compare.py [CONFIG.toml] BLOCK... [--seeds N] [--SETTING VALUE]..."
     hints = {"": "Placements stand side by side, before the flags.", "--resume": "The same command goes on."}
     hints |= {"--norm": "Name placements without a flag.", "--init": "A comparison starts from scratch."}
+    hints |= {"--config": "Name the file without a flag.", "--epochs": "Training is counted in batches: --steps N."}
     command = CommandLine(hints, prog="compare.py", usage=usage, description=__doc__)
     text = "settings from a file, and the placements; the first is what the others are compared to"
     command.add_argument("entries", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
-    command.add_settings({name: f for name, f in SETTINGS.items() if name not in ("norm", "init", "shard")})
-    command.add_argument("--out", default="runs/compare", metavar="FOLDER", help="(default: %(default)s)")
+    command.add_settings(SETTINGS, without=["norm", "init", "shard"])
+    text = "(default: runs/compare-BLOCK-..., with a number where other settings have that name)"
+    command.add_argument("--out", metavar="FOLDER", help=text)
     command.add_argument("--overwrite", action="store_true", help="delete the comparison in --out first")
     flags = vars(command.parse_args(argv))
-    command.run(lambda: compare(flags), "nobody reads the output any more (broken pipe). The same command goes on.")
+    command.run(lambda: compare(flags))
 
 
 if __name__ == "__main__":

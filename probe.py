@@ -4,10 +4,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, ModelConfig, unknown
-from gpt.training.files import read_lines
-from gpt.training.settings import MODEL_SETTINGS, TrainConfig, from_weights
+from gpt.files import courtesy, read_lines, say
+from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights
 
 DEPTH = 24  # blocks by default: enough to see where placements differ
 STACKS = {  # the lesson's twelve random layers
@@ -52,14 +54,17 @@ def probe_weights(source: str) -> tuple[dict, str]:
     from gpt.training.data import Data
 
     if pretrained.recognizes(source):
-        config, model, text = from_weights(source), pretrained.load(source), "the default corpus"
+        config, model = from_weights(source), pretrained.load(source)
+        text = "the default corpus"
+        for warning in assumed(config):
+            say(f"warning: {warning}")
     else:
         folder = checkpoint.find(source)
         config, model, text = checkpoint.read_state(folder)[1], checkpoint.load_model(folder), "its own validation text"
     ids = corpus.load(config.data, TOKENIZERS[config.tokenizer]())
-    # Longer rows than this show the same, and take long in a large model.
-    data = Data(ids, min(256, config.model.context_length), config.batch_size, config.val_fraction, config.seed)
-    return {config.model.norm: depth_profile(model, data.few_rows())}, text
+    sizes = config.model.context_length, config.batch_size, config.val_fraction
+    rows = Data(ids, *sizes, config.seed, config.eval_tokens).few_rows()
+    return {config.model.norm: depth_profile(model, rows)}, text
 
 
 def print_profiles(profiles: dict, start: int):
@@ -73,7 +78,6 @@ def print_profiles(profiles: dict, start: int):
 def probe(flags: dict):
     """Measure what the command line names, print it and draw it."""
     from gpt import pretrained
-    from gpt.study import plots
     from gpt.study.depth import random_stack
 
     names, out, seed = flags.pop("names"), Path(flags.pop("out")), flags.pop("seed")
@@ -97,15 +101,22 @@ def probe(flags: dict):
         size = f"{config.n_layers} blocks of width {config.d_model}"
         title = f"Signal and gradient by depth at the start of training, {size}: {', '.join(names)}"
     print_profiles(profiles, start)
+    with courtesy(f"draw {out}", (ImportError, RuntimeError, ValueError)):  # the errors of matplotlib
+        draw(profiles, records, title, out, start, counted)
+        print(f"\npicture {out}")
+
+
+def draw(profiles: dict, records: list[dict], title: str, out: Path, start: int, counted: str):
+    """Draw the profiles or, of a run that was probed along training, its records."""
+    from gpt.study import plots
+
     if records:
         steps = [record["step"] for record in records]
-        by_step = {text: (steps, [record[key] for record in records]) for key, text in plots.SHOWN.items()}
-        plots.depth_by_step(by_step, f"{run}: signal and gradient by depth along training", out)
+        shown = {key: text for key, text in plots.SHOWN.items() if all(key in record for record in records)}
+        by_step = {text: (steps, [record[key] for record in records]) for key, text in shown.items()}
+        plots.depth_by_step(by_step, f"{title}, along training", out)
     else:
-        shown = {key: text for key, text in plots.SHOWN.items() if all(key in profile for profile in profiles.values())}
-        panels = {text: {name: profile[key] for name, profile in profiles.items()} for key, text in shown.items()}
-        plots.depth_lines(panels, title, out, start, counted)
-    print(f"\npicture {out}")
+        plots.depth_lines(plots.panels_of({"": profiles}), title, out, start, counted)
 
 
 def main(argv: list[str]):
@@ -114,7 +125,7 @@ def main(argv: list[str]):
     command = CommandLine(hints, prog="probe.py", usage=usage, description=__doc__)
     text = "placements, or a run, weights or stack"
     command.add_argument("names", nargs="+", metavar="BLOCK|RUN|gpt2|stack", help=text)
-    command.add_settings({name: f for name, f in MODEL_SETTINGS.items() if name != "norm"}, n_layers=DEPTH)
+    command.add_settings(MODEL_SETTINGS, without=["norm"], n_layers=DEPTH)
     command.add_argument("--seed", type=int, default=1337, metavar="N", help="of the weights (default: %(default)s)")
     command.add_argument("--out", default="probe.png", metavar="FILE", help="picture (default: %(default)s)")
     flags = vars(command.parse_args(argv))

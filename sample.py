@@ -7,9 +7,11 @@ import secrets
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, lookup
-from gpt.training.settings import from_weights
+from gpt.training.settings import assumed, from_weights
 
 
 def sample(words, stack):
@@ -21,13 +23,21 @@ def sample(words, stack):
     from gpt.training.run import newest_run
 
     compute = device.choose(words.device, words.dtype, "off", device.look(words.device), training=False)
-    source = words.run or newest_run()
-    if pretrained.recognizes(source):
-        if words.checkpoint:
+    source = newest_run() if words.run is None else words.run
+    try:
+        published = pretrained.recognizes(source)
+        source = source if published else checkpoint.find(source, words.checkpoint)
+    except (Mistake, OSError) as error:
+        if os.path.exists(source):
+            raise
+        reason = error if isinstance(error, Mistake) else f"no run can have this name ({str(source)[:100]}...)."
+        raise Mistake(f"{reason} A prompt is --prompt TEXT.") from None
+    if published:
+        if words.checkpoint is not None:
             raise Mistake(f"published weights have one checkpoint only ({words.checkpoint}). Leave it out.")
-        config, load, origin = from_weights(source), pretrained.load, "published weights"
+        config, load = from_weights(source), pretrained.load
+        origin = ", ".join(["published weights", *assumed(config)])
     else:
-        source = checkpoint.find(source, words.checkpoint)
         config, load = checkpoint.read_state(source)[1], checkpoint.load_model
         origin = config.data
     if words.num_samples < 1:
@@ -37,10 +47,11 @@ def sample(words, stack):
     tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
     settings = {name: getattr(words, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**settings, vocab_size=tokenizer.vocab_size)
+    seed = secrets.randbelow(2**31) if words.seed is None else words.seed
+    dataclasses.replace(sampling, seed=seed + words.num_samples - 1)  # checks the last one
     prompt = read_prompt(words)
     model = device.for_sampling(load(source), compute)
-    written = stack.enter_context(new_file(words.out)) if words.out else None
-    seed = secrets.randbelow(2**31) if words.seed is None else words.seed
+    written = None if words.out is None else stack.enter_context(new_file(words.out))
     drawn = f"seed {seed}" if words.temperature else "greedy"
     print(f"{source}: {config.model.norm}, {origin}; {drawn}", file=sys.stderr)
 
@@ -54,7 +65,10 @@ def sample(words, stack):
         print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)
     for number in range(words.num_samples):
         if words.num_samples > 1:
-            print(f"--- sample {number + 1}, seed {seed + number}", file=sys.stderr)
+            head = f"--- sample {number + 1}, seed {seed + number}\n"
+            print(head, end="", file=sys.stderr)
+            if written:
+                written.write(head)
         say(prompt)
         for piece in stream_text(
             model, tokenizer, prompt, dataclasses.replace(sampling, seed=seed + number), words.stop
@@ -76,7 +90,8 @@ def read_prompt(words) -> str:
         raise Mistake("two prompts (--prompt and --prompt-file). Give one of them.")
     try:
         # fsencode: the bytes that were typed, whatever the locale made of them.
-        raw = Path(words.prompt_file).read_bytes() if words.prompt_file else os.fsencode(words.prompt or "")
+        typed = words.prompt_file is None
+        raw = os.fsencode(words.prompt or "") if typed else Path(words.prompt_file).read_bytes()
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Mistake(f"cannot read the prompt ({error}). Give UTF-8 text.") from None

@@ -2,15 +2,24 @@
 --help is quick."""
 
 import argparse
+import ast
+import contextlib
 import dataclasses
+import errno
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
 import typing
+from pathlib import Path
 
-from gpt.config import Failure, Mistake, type_of, unknown
+from gpt.config import TYPES, Failure, Mistake, one_of, type_of, unknown
+from gpt.files import say
+
+PACKAGES = {"torch", "numpy", "safetensors", "tiktoken", "tqdm", "matplotlib"}  # in requirements.txt
+SIZES = ("--batch-size", "--micro-batch-size", "--context-length", "--d-model")  # what memory grows with
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -20,46 +29,74 @@ class CommandLine(argparse.ArgumentParser):
     def __init__(self, hints: dict[str, str] | None = None, **arguments):
         super().__init__(allow_abbrev=False, **arguments)
         self.hints = {"": "See --help."} | (hints or {})
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # the shell closed it: else the next file opened would get its number
+                setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+                os.set_inheritable(getattr(sys, name).fileno(), True)
 
-    def add_settings(self, settings: dict[str, dataclasses.Field], **defaults):
-        """One flag for each of the `settings`, by name. A flag that the user leaves out is absent from the parsed
-        namespace; `defaults` are the script's own, for --help."""
+    def add_settings(self, settings: dict[str, dataclasses.Field], without=(), **defaults) -> dict:
+        """One flag for each of the `settings` but those `without`, by name; returns their groups by title. A flag that
+        the user leaves out is absent from the parsed namespace; `defaults` are the script's own, for --help."""
+        groups: dict = {}
         for name, setting in settings.items():
-            wanted, default = type_of(setting), defaults.get(name, setting.default)
-            metavar = {int: "N", float: "X", str: "NAME"}.get(wanted)
-            kind = {"type": wanted, "metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
-            text = setting.metadata["help"] + ("" if default is None else f" (default: {default})")
-            self.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **kind)
+            if title := setting.metadata["group"]:
+                group = groups[title] = self.add_argument_group(title)
+            if name in without:
+                continue
+            flag, wanted, default = name.replace("_", "-"), type_of(setting), defaults.get(name, setting.default)
+            text = re.sub(r"(\w+) in gpt/(\w+\.py)", _with_names, setting.metadata["help"])
+            text += "" if default is None else f" (default: {str(default).lower()})"
+            kind: dict = {"metavar": {int: "N", float: "X", str: "NAME", bool: "true|false"}[wanted]}
+            if wanted is bool:
+                kind |= {"nargs": "?", "const": True}
+            group.add_argument(f"--{flag}", type=_reader(setting), default=argparse.SUPPRESS, help=text, **kind)
+            if wanted is bool:
+                off: dict = {"action": "store_const", "const": False, "dest": name, "default": argparse.SUPPRESS}
+                group.add_argument(f"--no-{flag}", help=f"the same as --{flag} false", **off)
+        return groups
+
+    def _joined(self, argv: list[str]) -> typing.Iterator[str]:
+        """The words, with dashes for underscores in flags, and each flag joined to its value, which may begin with a
+        dash. The value of a switch, as --bias, is true, false or none; another word stands for itself."""
+        flags, words = self._option_string_actions, list(argv)
+        while words:
+            word, equals, value = words.pop(0).partition("=")
+            flag = word.replace("_", "-")
+            if flag in flags and not equals:
+                after = words[0] if words else None
+                if flags[flag].const is True and flags[flag].nargs == "?":
+                    spoken = after is not None and after.lower() in ("true", "false", "none")
+                    equals, value = "=", words.pop(0) if spoken else "true"
+                elif flags[flag].nargs is None and after and after.partition("=")[0].replace("_", "-") not in flags:
+                    equals, value = "=", words.pop(0)
+            yield (flag if flag in flags else word) + equals + value
 
     def parse_args(self, argv):
-        dashed = []
-        for word in argv:
-            flag, equals, value = word.partition("=")
-            option = flag.replace("_", "-")
-            dashed.append((option if option in self._option_string_actions else flag) + equals + value)
-        known, extra = self.parse_known_args(dashed)
+        if bad := [word for word in argv if "\0" in word]:  # no system call takes one
+            self.fail(f"a NUL in an argument ({bad[0]}). Leave it out.", 2)
+        known, extra = self.parse_known_args([*self._joined(argv)])
         if extra:
-            flags = [option for action in self._actions for option in action.option_strings]
-            name = extra[0].partition("=")[0]
+            name = extra[0].partition("=")[0].replace("_", "-")
             if name.startswith("-") and name not in self.hints:
-                self.fail(unknown("flag", name, flags), 2)
+                self.fail(unknown("flag", extra[0].partition("=")[0], self._option_string_actions), 2)
             self.fail(f"unexpected argument ({extra[0]}). {self.hints[name if name in self.hints else '']}", 2)
+        if getattr(known, "out", None) == "":  # a variable of the shell that is not set
+            self.fail("the name of the output is missing (none). Give --out NAME, or leave it out.", 2)
         return known
 
     def error(self, message):
         self.fail(f"{message}. See --help.", 2)  # argparse's own messages name no remedy
 
-    def run(self, body: typing.Callable[[], int | None], unread: str | None = None):
+    def run(self, body: typing.Callable[[], int | None]):
         """Leave the program with the status that `body` returns; a Mistake is one line and 2, a Failure or a system
-        call that fails one line and 1. It is no failure if nobody reads the output any more, unless `unread` says what
-        that loses."""
-        if sys.stdout is not None:
-            typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8", errors="replace")
+        call that fails one line and 1. It is no failure if nobody reads the output any more."""
+        typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8", errors="replace")
         try:
-            sys.exit(body())
+            with installed():
+                sys.exit(body())
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.fail(unread) if unread else sys.exit(0)
+            sys.exit(0)
         except KeyboardInterrupt:
             sys.exit(130)
         except Mistake as error:
@@ -69,18 +106,59 @@ class CommandLine(argparse.ArgumentParser):
         except OSError as error:
             if error.errno is None:  # not raised by a call to the system
                 raise
+            if error.errno == errno.ENAMETOOLONG:
+                self.fail(f"no file can have this name ({error.filename}: {error.strerror}). Give a shorter one.", 2)
             place = error.filename or "the output"
             self.fail(f"cannot read or write ({place}: {error.strerror}). Mend that or make room, and start again.")
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]
-            self.fail(f"out of memory ({reason}). Lower --micro-batch-size, --context-length or --d-model.")
+            sizes = [flag for flag in SIZES if flag in self._option_string_actions]
+            self.fail(f"out of memory ({reason}). {f'Lower {one_of(sizes)}' if sizes else 'End other programs'}.")
 
     def fail(self, message: str, status: int = 1):
         """Leave the program with one line on stderr, without control characters: an untrusted file may have some."""
-        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split())[:2000])
+        short = " ".join(word[:400] for word in message.split())[:2000]
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
         self.exit(status, f"error: {line}\n")
+
+
+@contextlib.contextmanager
+def installed():
+    """In the `with` block, a package that is not installed ends the program with one line and status 2."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        say(f"error: {error.name} is not installed. pip install -r requirements.txt")
+        sys.exit(2)
+
+
+def _reader(setting: dataclasses.Field) -> typing.Callable[[str], object]:
+    """Reads the value of a setting from a word, for argparse."""
+    wanted = type_of(setting)
+
+    def read(word: str):
+        if word.lower() == "none" and setting.default is None:
+            return None
+        try:
+            return {"true": True, "false": False}[word.lower()] if wanted is bool else wanted(word)
+        except (KeyError, ValueError):
+            raise argparse.ArgumentTypeError(f"it must be {TYPES[wanted]}, not {word!r}") from None
+
+    return read
+
+
+def _with_names(match: re.Match) -> str:
+    """ "BLOCKS in gpt/blocks.py", with the keys of that dict: read and not imported, since the file imports torch."""
+    path = Path(__file__).with_name(match[2])
+    for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == match[1]:
+            keys = [key for each in ast.walk(node.value) if isinstance(each, ast.Dict) for key in each.keys]
+            return f"{match[0]}: {', '.join(str(key.value) for key in keys if isinstance(key, ast.Constant))}"
+    return match[0]
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -95,6 +173,19 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or own or any(each in str(error) for each in words)
 
 
+def tell(text: str):
+    """Print lines on stdout, above the bar. It is a courtesy: where nobody can read them, the work goes on."""
+    from tqdm import tqdm
+
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        say(f"warning: the output cannot be written ({error.strerror}). Going on without it.")
+        with contextlib.suppress(OSError):  # it is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """The progress of one run or several: a bar with the time left where stderr is a terminal, and lines on stdout that
     stay. `label` names one of several runs; those print less."""
@@ -107,7 +198,7 @@ class Progress:
         self._bar = tqdm(
             total=total,
             initial=done,
-            disable=not (shown and sys.stderr is not None and sys.stderr.isatty()),
+            disable=not (shown and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns),
             leave=False,
             dynamic_ncols=True,
             # What matters most comes first, since a narrow terminal shows no more.
@@ -122,24 +213,26 @@ class Progress:
 
     def write(self, text: str):
         """Print lines above the bar, broken where the terminal ends."""
-        if sys.stdout is None:
-            return
         if sys.stdout.isatty():
             wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=8 * " ")
             wrapper.break_long_words = wrapper.break_on_hyphens = False  # a path should stay one word
             text = "\n".join(map(wrapper.fill, text.splitlines()))
-        self._bar.write(text)
-        sys.stdout.flush()
+        tell(text)
+
+    def warn(self, text: str):
+        """Print a warning on stderr, once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            with self._bar.external_write_mode(sys.stderr):
+                say(text)
 
     def begin(self, text: str, warnings: list[str]):
-        """Print what a run is about to do, and each warning once."""
+        """Print what a run is about to do."""
         if not self.label:
             self.write(text)
         self._bar.set_description_str(self.label)
         for warning in warnings:
-            if warning not in self._warned and sys.stderr is not None:
-                self._bar.write(warning, file=sys.stderr)
-        self._warned |= {*warnings}
+            self.warn(warning)
 
     def step(self, count: int = 1):
         self._bar.update(count)

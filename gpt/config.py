@@ -24,11 +24,40 @@ def one_of(values: Iterable) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+# Our names, and those of other programs.
+SYNONYMS = {
+    "lr": "learning_rate max_lr rate",
+    "steps": "iters iterations max_iters max_steps num_steps epochs num_epochs",
+    "batch_size": "batch bs",
+    "context_length": "block_size seq_len seq_length sequence_length max_length max_seq_len n_ctx n_positions",
+    "n_layers": "n_layer num_layers depth",
+    "n_heads": "n_head num_heads",
+    "d_model": "n_embd hidden_size dim width",
+    "warmup_steps": "warmup warmup_iters",
+    "weight_decay": "wd",
+    "grad_clip": "clip max_grad_norm",
+    "eval_every": "eval_interval",
+    "log_every": "log_interval",
+    "temperature": "temp",
+    "max_new_tokens": "max_tokens max_length length",
+    "data": "dataset corpus",
+    "out": "out_dir output output_dir",
+    "dtype": "precision",
+    "device": "gpu cuda",
+    "tensorboard": "wandb",
+}
+
+
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """The message for a name that is not in `known`: it offers the nearest names, or else all of them."""
-    near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.5)
-    hint = f"Did you mean {one_of(near)}?" if near else f"Known: {', '.join(known)}."
-    return f"unknown {kind} ({name}). {hint}"
+    """The message for a name that is not in `known`: it offers ours for another program's name, or the nearest ones, or
+    else all; but not all flags, which --help explains."""
+    bare = {each.lstrip("-").replace("-", "_"): each for each in known}
+    word = name.lower().lstrip("-").replace("-", "_")
+    near = [ours for ours, names in SYNONYMS.items() if ours in bare and word in names.split()]
+    if not near and difflib.get_close_matches(word, bare, cutoff=0.7):
+        near = difflib.get_close_matches(word, bare, n=2, cutoff=0.5)
+    rest = "See --help." if kind == "flag" else f"Known: {', '.join(known)}."
+    return f"unknown {kind} ({name}). " + (f"Did you mean {one_of(bare[each] for each in near)}?" if near else rest)
 
 
 def lookup(table: dict, name: str, kind: str):
@@ -38,9 +67,10 @@ def lookup(table: dict, name: str, kind: str):
     return table[name]
 
 
-def setting(default, text: str):
-    """A field of a settings dataclass: a flag on the command line, with this text as its help."""
-    return field(default=default, metadata={"help": text})
+def setting(default, text: str, group: str | None = None):
+    """A field of a settings dataclass: a flag on the command line, with this text as its help. A `group` begins with
+    it, under which --help lists the flags."""
+    return field(default=default, metadata={"help": text, "group": group})
 
 
 def settings_of(settings_class) -> dict[str, dataclasses.Field]:
@@ -48,7 +78,9 @@ def settings_of(settings_class) -> dict[str, dataclasses.Field]:
     return {f.name: f for f in dataclasses.fields(settings_class) if f.metadata}
 
 
-TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+MOST = 2**53  # up to which float64 holds every whole number
+SEEDS = 2**63  # the number of seeds: torch takes no more
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes, without NUL"}
 
 
 def type_of(setting: dataclasses.Field) -> type:
@@ -57,14 +89,14 @@ def type_of(setting: dataclasses.Field) -> type:
 
 
 def typed(name: str, value, setting: dataclasses.Field):
-    """`value`, as the type that the setting of this name is declared with; a whole number will do for a number. Raises
-    Mistake for another type."""
-    if value is None and setting.default is None:
+    """`value`, as the type that the setting of this name is declared with; a whole number will do for a number, and
+    "none" for None where that is the default. Raises Mistake for another type."""
+    if value in (None, "none") and setting.default is None:
         return None
     wanted = type_of(setting)
-    if type(value) is int and wanted is float and abs(value) < 2**53:
+    if type(value) is int and wanted is float and abs(value) < MOST:
         return float(value)
-    if type(value) is not wanted:
+    if type(value) is not wanted or (isinstance(value, str) and "\0" in value):
         raise Mistake(f"{name} has the wrong type ({value!r}). It must be {TYPES[wanted]}.")
     return value
 
@@ -87,7 +119,7 @@ class ModelConfig:
     `branch_init` and `activation` are looked up, and refused if unknown, when the model is made."""
 
     vocab_size: int = 256  # comes with the tokenizer, so it is neither a flag nor a key of a TOML file
-    norm: str = setting("pre", "placement of the norms: pre, post, none, ... (BLOCKS in gpt/blocks.py)")
+    norm: str = setting("pre", "placement of the norms (BLOCKS in gpt/blocks.py)", "model")
     norm_layer: str = setting("layernorm", "normalization layer (NORMS in gpt/norms.py)")
     norm_eps: float = setting(1e-5, "added to the variance, inside the root")
     final_norm: bool | None = setting(None, "a norm before the head; by default as the placement asks")
@@ -106,6 +138,7 @@ class ModelConfig:
             require(type(value) is int and 1 <= value <= 2**24, self, name, f"a whole number from 1 to {2**24}")
         require(0 < self.norm_eps < math.inf, self, "norm_eps", "above 0, as 1e-5")
         require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
+        require(self.branch_init != "", self, "branch_init", "gpt2, plain or zero")
         if self.d_model % self.n_heads:
             raise Mistake(
                 f"n_heads must divide d_model ({self.n_heads} heads, width {self.d_model}). "
@@ -113,11 +146,13 @@ class ModelConfig:
             )
 
 
-def require_same(stored: ModelConfig, wanted: ModelConfig, owner: str):
-    """Raise Mistake if the `owner` of weights has them for another architecture; another dropout will do. Names and
-    shapes alone do not tell: pre and post have the same."""
+def require_same(stored: ModelConfig, wanted: ModelConfig, owner: str, shorter: bool = False):
+    """Raise Mistake if the `owner` of weights has them for another architecture; another dropout will do, and with
+    `shorter` a shorter context. Names and shapes alone do not tell: pre and post have the same."""
     for name in (each.name for each in dataclasses.fields(ModelConfig) if each.name != "dropout"):
-        if getattr(stored, name) != getattr(wanted, name):
+        old, new = getattr(stored, name), getattr(wanted, name)
+        limit = shorter and name == "context_length"
+        if old != new and not (limit and new < old):
             origin = ", that of the tokenizer" if name == "vocab_size" else ""
-            values = f"{getattr(stored, name)}, not {getattr(wanted, name)}"
-            raise Mistake(f"{owner} has another {name}{origin} ({values}). Leave it as it was.")
+            remedy = f"Give at most {old}." if limit else "Leave it as it was."
+            raise Mistake(f"{owner} has another {name}{origin} ({old}, not {new}). {remedy}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.config import Mistake, require
+from gpt.config import SEEDS, Mistake, require
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Sampling:
     def __post_init__(self):
         require(self.max_new_tokens >= 1, self, "max_new_tokens", "1 or more")
         require(0 <= self.temperature < math.inf, self, "temperature", "0, which is greedy, or above")
-        known = f"from 1 to the vocabulary's size, {self.vocab_size}"
+        known = f"from 1 to the vocabulary's size, {self.vocab_size}; left out, it limits nothing"
         require(self.top_k is None or 1 <= self.top_k <= self.vocab_size, self, "top_k", known)
         require(self.top_p is None or 0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
-        require(self.seed is None or 0 <= self.seed < 2**62, self, "seed", "at least 0 and below 2**62")
+        require(self.seed is None or 0 <= self.seed < SEEDS, self, "seed", "at least 0 and below 2**63")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             raise Mistake("top_k and top_p have no effect at temperature 0, which is greedy. Leave them out.")
 

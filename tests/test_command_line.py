@@ -3,7 +3,11 @@
 import contextlib
 import os
 import re
+import runpy
+import shlex
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,8 @@ import train
 from gpt import BLOCKS
 from gpt.blocks import PreLN
 from gpt.command_line import CommandLine
+from gpt.config import Mistake
+from gpt.training.report import stopped
 
 FLAGS = as_flags(TOY_RUN)
 pytestmark = pytest.mark.usefixtures("quick")
@@ -31,6 +37,62 @@ def after(prelude, script):
 def test_help_needs_no_torch(script):
     result = python(*after("sys.modules['torch'] = None", script), "--help", cwd=ROOT)
     assert result.returncode == 0 and "usage: " + script in result.stdout and "(default: " in result.stdout
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "probe.py", "compare.py", "data/prepare.py"])
+def test_a_script_finds_its_modules_without_its_folder_on_the_path(tmp_path, script):
+    result = python("-P", ROOT / script, "--help", cwd=tmp_path)
+    assert result.returncode == 0 and "usage: " in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "script, package, arguments",
+    [
+        ("train.py", "torch", ["--norm", "pre"]),
+        ("sample.py", "torch", ["gpt2"]),
+        ("probe.py", "safetensors", ["pre"]),
+        ("compare.py", "torch", ["pre"]),
+        ("data/prepare.py", "numpy", ["text.txt", "--out", "p"]),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line(here, script, package, arguments):
+    result = python(*after(f"sys.modules[{package!r}] = None", script), *arguments, cwd=here)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"error: {package} " in result.stderr and "requirements.txt" in result.stderr
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
+    with pytest.raises(Mistake, match=r"\(2\.5\.1\+cu121.*requirements\.txt"):
+        runpy.run_path(str(ROOT / "gpt" / "model.py"))
+
+
+def test_a_python_without_the_default_corpus(here, capsys, monkeypatch):
+    for name in ("pydoc_data", "pydoc_data.topics"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for script, words in ((train, []), (compare, ["pre"])):
+        refused(script, [*words, *FLAGS], ["python-docs", "pydoc_data", "--data"], capsys)
+    assert not (here / "runs").exists()
+
+
+# As the shell closes them, by >&- and the like. A file that is opened then would get the number of the stream.
+STREAMS = [("stdin", 0), ("stdout", 1), ("stderr", 2)]
+
+
+@pytest.mark.parametrize("closed", [STREAMS[1:2], STREAMS[2:], STREAMS[1:], STREAMS], ids=str)
+def test_a_stream_that_the_shell_closed_is_a_null_device(here, forks, closed):
+    prelude = "".join(f"os.close({number}); sys.{name} = None\n" for name, number in closed)
+    prelude += "import gpt.training.trainer as t; load = t.Trainer._load\n"
+    prelude += "t.Trainer._load = lambda run: (load(run), open('number', 'w').write(str(os.open('text.txt', 0))))\n"
+    flags = ["--data", "text.txt", "--steps", 4, *FLAGS]
+    assert forks.start("train", *flags, "--out", "r", cwd=here, prelude=prelude).wait() == 0
+    assert int((here / "number").read_text(encoding="utf-8")) > 2
+    assert [record["step"] for record in records(here / "r")] == [1, 2, 3, 4]
+    assert forks.start("compare", "pre", "--seeds", 1, *flags, "--out", "c", cwd=here, prelude=prelude).wait() == 0
+    process = forks.start("sample", "r", "--prompt", "ab", "--out", "s", cwd=here, prelude=prelude)
+    assert process.wait() == 0 and (here / "s").read_text(encoding="utf-8").startswith("ab")
+    assert process.out == "" if ("stdout", 1) in closed else process.out.startswith("ab")
+    assert process.err == "" or ("stderr", 2) not in closed
 
 
 def test_train_then_sample_from_another_folder(here, forks):
@@ -87,6 +149,31 @@ def test_a_terminal_shows_a_bar_that_fits_and_lines_that_stay(here, forks, colum
     assert [line.split()[1] for line in shown if line.startswith("step ")] == ["50", "100"]
 
 
+def test_a_terminal_without_a_size_shows_lines(here, forks):
+    import pty
+
+    reading, terminal = pty.openpty()  # 0 x 0
+    flags = ["--data", "text.txt", "--steps", 3, "--out", "r", *FLAGS]
+    screen = {"out": os.ttyname(terminal), "err": os.ttyname(terminal)}
+    process = forks.start("train", *flags, cwd=here, **screen)
+    seen = os.read(reading, 2**16)
+    os.close(terminal)
+    with contextlib.suppress(OSError):
+        while part := os.read(reading, 2**16):
+            seen += part
+    os.close(reading)
+    assert process.wait() == 0
+    assert re.findall(rb"^step (\d)  loss", seen, re.M) == [b"1", b"2", b"3"], seen
+
+
+def test_printed_commands_can_be_pasted(here, capsys):
+    out = call(train, "--data", "text.txt", "--steps", 2, "--out", "my run", *FLAGS, capsys=capsys)[1]
+    (command,) = (line.partition("more of this: ")[2] for line in out.splitlines() if "sample.py" in line)
+    assert shlex.split(command) == ["python", "sample.py", "my run"]
+    end = {"step": 2, "processes": 1, "run": here / "my run"}
+    assert shlex.split(stopped(end).partition("with: ")[2])[-2:] == ["--out", str(here / "my run")]
+
+
 def test_sampling_flags(here, capsys):
     assert call(train, "--data", "text.txt", "--steps", 4, "--out", "r", *FLAGS, capsys=capsys)[0] == 0
     (here / "prompt.txt").write_bytes("line\r\none é".encode())
@@ -106,13 +193,17 @@ def test_sampling_flags(here, capsys):
     one, other, two = (
         sampled("--prompt", "a", "--seed", *rest)[0] for rest in ([5], [6], [5, "--num-samples", 2, "--out", "s.txt"])
     )
-    assert two == one + other and one != other and (here / "s.txt").read_bytes() == two.encode()
+    assert two == one + other and one != other
+    heads = [f"--- sample {number}, seed {seed}\n" for number, seed in ((1, 5), (2, 6))]
+    assert (here / "s.txt").read_bytes() == (heads[0] + one + heads[1] + other).encode()
     letter = one[5]
     assert sampled("--prompt", "a", "--seed", 5, "--stop", letter)[0] == one[: one.index(letter, 1)] + "\n"
+    assert sampled("--prompt", "--a", "--stop", "---")[0].startswith("--a")
     out, err = sampled("--prompt", "x" * 40)
     assert out.startswith("x" * 40) and err.count("warning: ") == 1 and " 16 tokens" in err
 
 
+LONG = "x" * 400  # no file can have this name
 # What the one line has to say: the value, and a remedy's flag.
 BAD_TRAIN = [
     (["--norm", "prre"], "(prre)", "pre or peri"),
@@ -122,14 +213,23 @@ BAD_TRAIN = [
     (["batch_size=4"], "batch_size=4", "a flag"),
     (["--data", "missing.txt"], "missing.txt"),
     (["--data", "empty.txt"], "empty"),
-    (["--data", "short.txt"], "tokens of 20", "17", "context_length"),
+    (["--data", "short.txt"], "tokens of 20", "17", "context_length", "--data"),
     (["--data", "latin.txt"], "latin.txt", "UTF-8"),
     (["--data", "nothing/"], "nothing", ".txt"),
     (["--n-heads", "3"], "(3 heads, width 32)", "1, 2 or 4"),
     (["--device", "cuda:7"], "(cuda:7", "--device"),
     (["--tokenizer", "byte"], "(byte)", "bytes"),
     (["--micro-batch-size", "3"], "(3 and 4)", "1, 2 or 4"),
-    (["--resume"], "(none)", "--out"),
+    (["--resume"], "runs)", "train.py"),
+    (["--resume", "auto"], "(none)", "--out"),
+    (["--config", "tiny.toml"], "(--config)", "without a flag"),
+    (["--epochs", "3"], "(--epochs)", "--steps"),
+    (["--data", LONG], "xxx", "text file"),
+    (["--out", LONG], "xxx", "another"),
+    (["--out", "r", "--resume", "--checkpoint", LONG], "no checkpoint"),
+    ([LONG], "xxx", ".toml"),
+    (["nul.toml"], "data", "NUL"),
+    (["--data", "a\0b"], r"(a\x00b)", "NUL"),
     (["--overwrite"], "(none)", "--out"),
     (["--out", ""], "(none)", "--out"),
     (["--data", ""], "data", "()"),
@@ -162,6 +262,7 @@ def test_a_mistake_in_training_is_one_line_and_nothing_is_written(here, capsys, 
     arguments, *words = case
     (here / "bad.toml").write_text("n_layer = 3", encoding="utf-8")
     (here / "flag.toml").write_text("out = 'x'", encoding="utf-8")
+    (here / "nul.toml").write_text(r'data = "a\u0000b"', encoding="utf-8")
     (here / "table.toml").write_text("[model]\nn_layers = 3", encoding="utf-8")
     (here / "text.jsonl").write_text('{"text": "a"}', encoding="utf-8")
     (here / "empty.txt").write_bytes(b"")
@@ -169,7 +270,8 @@ def test_a_mistake_in_training_is_one_line_and_nothing_is_written(here, capsys, 
     (here / "latin.txt").write_bytes("é".encode("latin-1") * 500)
     (here / "nothing").mkdir()
     before = sorted(here.rglob("*"))
-    refused(train, ["--data", "text.txt", "--steps", 2, *FLAGS, *arguments], words, capsys)
+    data = [] if "nul.toml" in arguments else ["--data", "text.txt"]
+    refused(train, [*data, "--steps", 2, *FLAGS, *arguments], words, capsys)
     assert sorted(here.rglob("*")) == before
 
 
@@ -179,7 +281,19 @@ BAD_SAMPLE = [
     (["text.txt"], "text.txt)", "runs/text-pre"),
     (["runs"], "runs)", "runs/text-pre"),
     (["runs/text-pre", "The "], "(The )", "--prompt"),
-    (["--top-k", "0"], "top_k", "(0)"),
+    (["The dog"], "The dog)", "--prompt"),
+    ([LONG], "xxx", "--prompt"),
+    ([3000 * "a b "], "a b", "--prompt"),
+    ([""], "no checkpoint", "--prompt"),
+    (["--checkpoint", ""], "( in"),
+    (["--checkpoint", 5000 * "9"], "(999", "no such checkpoint"),
+    (["--prompt", "--seed", "3"], "--prompt", "--help"),
+    (["--prompt-file", LONG], "xxx", "prompt"),
+    (["--prompt-file", ""], "prompt"),
+    (["--out", LONG], "xxx", "new file"),
+    (["--out", ""], "(none)", "--out"),
+    (["--top-k", "0"], "top_k", "(0)", "left out"),
+    (["--seed", str(2**63 - 1), "--num-samples", "2"], "seed", f"({2**63})"),
     (["--top-k", "257"], "top_k", "(257)", "256"),
     (["--top-p", "1.5"], "top_p", "(1.5)"),
     (["--temperature", "-1"], "temperature", "(-1.0)"),
@@ -209,8 +323,13 @@ def test_an_existing_run_is_kept_resumed_or_overwritten_as_asked(here, capsys):
     arguments = ["--data", "text.txt", "--out", "r", *FLAGS]
     assert call(train, *arguments, "--steps", 4, capsys=capsys)[0] == 0
     refused(train, [*arguments, "--steps", 4], ["r)", "--resume", "--overwrite", "--out"], capsys)
-    status, out, _ = call(train, "--resume", "--out", "r", "--steps", 6, capsys=capsys)
+    status, out, _ = call(train, "--resume", "--out", "r", "--steps", 6, "--save-every", 1, capsys=capsys)
     assert status == 0 and "steps: 4 -> 6" in out and "steps   4 of 6 done" in out
+    (here / "runs" / "old").mkdir(parents=True)
+    os.rename(here / "r", here / "runs" / "r")
+    status, out, _ = call(train, "--resume", "--steps", 7, "--save-every", "none", capsys=capsys)
+    assert status == 0 and "steps   6 of 7 done" in out and f"run     {Path('runs', 'r')}\n" in out
+    os.rename(here / "runs" / "r", here / "r")
     refused(train, ["--resume", "--out", "r", "--norm", "post"], ["norm (pre, not post)"], capsys)
     assert call(train, *arguments, "--steps", 2, "--overwrite", capsys=capsys)[0] == 0
     assert (here / "r" / "last").read_text(encoding="utf-8") == "2"
@@ -235,12 +354,6 @@ def leave(forks, script, *arguments, cwd):
         assert reader.read(1)
     process.wait()
     return process
-
-
-def test_a_reader_who_leaves_training_early_is_told_what_is_lost(here, forks):
-    process = leave(forks, "train", "--data", "text.txt", "--out", "r", "--steps", 10**6, *FLAGS, cwd=here)
-    assert process.status == 1 and process.err.startswith("error: ") and process.err.count("\n") == 1
-    assert "--resume" in process.err
 
 
 def test_a_reader_who_leaves_sampling_early_is_no_error(here, forks, capsys):
@@ -278,6 +391,7 @@ BUGS = [
     RuntimeError("more than one element of the tensor refers to a single memory location. Please clone()"),
     RuntimeError("out of memory"),
     KeyError("attn_norm"),
+    ModuleNotFoundError("No module named 'mine'", name="mine"),
     OSError("no call to the system failed"),
     FloatingPointError("underflow"),
     AssertionError(),
@@ -320,7 +434,7 @@ def test_memory_that_runs_out_is_one_line(here, capsys, buggy, error):
     arguments = ["--data", "text.txt", "--out", "r", "--steps", "4", *FLAGS, "--norm", "buggy"]
     status, _, err = call(train, *arguments, capsys=capsys)
     assert status == 1 and err.startswith("error: out of memory") and err.count("\n") == 1
-    assert "--micro-batch-size" in err and "--d-model" in err
+    assert "--batch-size" in err and "--micro-batch-size" in err and "--d-model" in err
 
 
 def test_more_memory_than_there_is(here, capsys):
@@ -328,6 +442,16 @@ def test_more_memory_than_there_is(here, capsys):
         status, _, err = call(train, "--data", "text.txt", *FLAGS, *settings, capsys=capsys)
         assert status == 1 and err.startswith("error: out of memory") and err.count("\n") == 1
     assert not (here / "runs").exists()
+
+
+def test_a_remedy_names_no_flag_that_the_script_lacks(capsys):
+    def body():
+        raise MemoryError
+
+    with pytest.raises(SystemExit):
+        CommandLine().run(body)
+    err = capsys.readouterr().err
+    assert err.startswith("error: out of memory") and "--" not in err
 
 
 def test_a_strangers_words_do_not_steer_the_terminal(capsys):

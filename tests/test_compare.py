@@ -132,6 +132,31 @@ def test_more_placements_and_seeds_are_added(copied, began, capsys):
     assert before.items() <= outcomes().items() and len(outcomes()) == 6
 
 
+def test_a_default_that_is_typed_is_the_same(copied, began, capsys):
+    edit(settings={name: value for name, value in results()["settings"].items() if name != "eval_tokens"})  # a new one
+    assert results()["settings"]["lr"] is None
+    typed = ["--lr", 0.012, "--min-lr", 0, "--micro-batch-size", 4, "--save-every", 3, "--grad-clip", 1]
+    assert copied(capsys, "pre", "--seeds", 2, *typed)[0] == 0 and began == []
+
+
+def test_each_comparison_has_a_folder_by_default(copied, began, finished, capsys):
+    """The one of its settings, or a new one."""
+    flags = ["--data", finished / "text.txt", *FLAGS, "--seeds", 1]
+    Path("runs", "compare-post").mkdir(parents=True)
+    Path("runs", "compare-post", "thesis.txt").touch()
+    for words, folder in (
+        (["pre", *flags], "compare-pre"),
+        (["pre", *flags, "--lr", 0.01], "compare-pre-2"),
+        (["pre", *flags, "--lr", 0.012], "compare-pre"),
+        (["pre", *flags, "--seeds", 2], "compare-pre"),
+        (["pre", *flags, "--lr", 0.01], "compare-pre-2"),
+        (["post", *flags], "compare-post-2"),
+    ):
+        status, out, _ = call(compare, *words, capsys=capsys)
+        assert status == 0 and f"folder  {Path('runs', folder)}\n" in out
+    assert began == [("pre-7", None), ("pre-7", None), ("pre-8", None), ("post-7", None)]
+
+
 @pytest.mark.parametrize("flags, value", [(["--steps", 7], "(6, not 7, in c)"), (["--data", "else.txt"], "else.txt,")])
 def test_other_settings_are_refused(copied, capsys, flags, value):
     before = outcomes()
@@ -233,7 +258,7 @@ def test_entries_may_have_commas_and_a_configuration_among_them(copied, began, f
     Path("c.toml").write_text("lr = 0.01\nn_layers = 5", encoding="utf-8")  # a flag, here of n_layers, prevails
     words = ["post,pre", "c.toml", "none", "--seeds", 1, "--data", finished / "text.txt", *FLAGS, "--out", "c"]
     status, _, err = call(compare, *words, capsys=capsys)
-    assert status == 2 and "lr (None, not 0.01, in c)" in err
+    assert status == 2 and "lr (0.012, not 0.01, in c)" in err
     Path("c.toml").write_text("n_layers = 5", encoding="utf-8")
     status, out, _ = call(compare, *words, capsys=capsys)
     assert (status, began) == (0, [("none-7", None)]) and out.startswith("compare post, pre, none; seed 7\n")
@@ -345,6 +370,11 @@ BAD = [
     (["pre", "post", "pre"], "(pre, post, pre)", "once"),
     (["text.toml"], "text.toml", ".toml"),
     (["pre", "--seeds", "0"], "0)", "at least one"),
+    (["pre", "--seeds", str(10**15)], f"{10**15})", "seeds"),
+    ([""], "0 placements", "at least one"),
+    (["pre", "--out", ""], "(none)", "--out"),
+    (["pre", "--out", "x" * 400], "xxx", "another" if os.name == "nt" else "shorter"),
+    (["pre", "--epochs", "3"], "(--epochs)", "--steps"),
     (["pre", "--norm", "post"], "(--norm)", "placements"),
     (["pre", "--resume"], "(--resume)", "same command"),
     (["pre", "--keep", "3", "post"], "(post)", "before the flags"),

@@ -1,15 +1,17 @@
 """Settings: defaults, a TOML file, flags; what is wrong with them is said with the value and the remedy."""
 
 import dataclasses
+import functools
 import re
 import tomllib
 
 import pytest
 from toys import ROOT
 
-from gpt import ModelConfig
+from gpt import BLOCKS, NORMS, ModelConfig
 from gpt.command_line import CommandLine
 from gpt.config import Mistake
+from gpt.generate import Sampling
 from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml, tokenizer_of
 
 
@@ -68,13 +70,41 @@ WRONG = [
     ({"bias": 1}, r"bias.*\(1\).*true or false"),
     ({"norm": ["pre"]}, r"norm.*\['pre'\]"),
     ({"lr": 10**400}, r"\blr\b.*1000"),
+    ({"data": "a\0b"}, r"data.*NUL"),
+    ({"branch_init": ""}, r"branch_init.*\(\)"),
+    ({"steps": "none"}, r"steps.*'none'"),
+    ({"bias": "true"}, r"bias.*true or false"),
+    ({"learning_rate": 0.1}, r"\(learning_rate\).*\blr\?"),
+    ({"max_iters": 9}, r"\(max_iters\).*\bsteps\?"),
+    ({"block_size": 9}, r"\(block_size\).*\bcontext_length\?"),
+    ({"colour": 9}, r"\(colour\).*Known: norm,"),
 ]
+WHOLE = ("steps", "batch_size", "micro_batch_size", "eval_every", "log_every", "save_every", "probe_every", "keep")
+WRONG += [({name: 10**18}, rf"{name}.*\({10**18}\)") for name in (*WHOLE, "warmup_steps", "n_layers", "eval_tokens")]
+WRONG += [({"seed": 2**63}, rf"seed.*\({2**63}\)")]
 
 
 @pytest.mark.parametrize("settings, pattern", WRONG, ids=lambda value: str(value)[:30])
 def test_what_a_user_can_get_wrong(settings, pattern):
     with pytest.raises(Mistake, match=pattern):
         configure(settings)
+
+
+def test_one_range_of_seeds():
+    for seed in (0, 2**63 - 1):
+        assert Sampling(1, seed=TrainConfig(seed=seed).seed).generators(2)
+    for settings_class in (TrainConfig, functools.partial(Sampling, 1)):
+        with pytest.raises(Mistake, match="seed"):
+            settings_class(seed=2**63)
+
+
+def test_none_is_a_value_where_it_is_the_default():
+    optional = {name for name, setting in SETTINGS.items() if setting.default is None}
+    assert {"final_norm", "branch_init", "lr", "min_lr", "probe_every", "save_every"} <= optional
+    base = configure({"lr": 0.1, "probe_every": 3, "final_norm": True, "branch_init": "zero"})
+    assert configure(dict.fromkeys(optional, "none"), base) == TrainConfig()
+    assert configure(parse(*(f"--{name}=none" for name in optional)), base) == TrainConfig()
+    assert parse("--norm", "none", "--data", "none") == {"norm": "none", "data": "none"}
 
 
 def test_configurations_are_frozen_and_checked_at_construction():
@@ -118,6 +148,40 @@ def test_flags_are_the_fields_with_underscores_or_dashes():
     }  # fmt: skip
     assert parse() == {}
     assert parse("--data=--my_text", "--tokenizer", "a_b") == {"data": "--my_text", "tokenizer": "a_b"}
+    assert parse("--data", "--my_text", "--tokenizer", "-") == {"data": "--my_text", "tokenizer": "-"}
+
+
+@pytest.mark.parametrize(
+    "words, value",
+    [
+        (["--bias"], True),
+        (["--bias", "true"], True),
+        (["--bias=True"], True),
+        (["--no-bias"], False),
+        (["--bias", "false"], False),
+        (["--bias=false"], False),
+        (["--bias", "--steps", "3"], True),
+    ],
+)
+def test_a_switch_takes_true_and_false_and_no_other_word(words, value):
+    assert parse(*words)["bias"] is value
+    command = CommandLine()
+    command.add_settings(SETTINGS)
+    command.add_argument("word", nargs="?")
+    assert command.parse_args([*words, "pre"]).word == "pre"
+
+
+def test_help_has_groups_and_the_names_of_placements_and_norms():
+    command = CommandLine()
+    groups = command.add_settings(SETTINGS, without=["norm", "steps"], n_layers=99)
+    assert [*groups] == ["model", "data", "training", "run", "machine"]
+    text = " ".join(command.format_help().split())
+    assert "--steps" not in text and ", ".join(NORMS) in text and "(default: 99)" in text
+    command = CommandLine()
+    command.add_settings(SETTINGS)
+    text = " ".join(command.format_help().split())
+    assert ", ".join(BLOCKS) in text and "--no-bias" in text
+    assert all(f"--{name.replace('_', '-')} " in text for name in SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +190,22 @@ def test_flags_are_the_fields_with_underscores_or_dashes():
         (["--n-layer", "3"], r"\(--n-layer\).*--n-layers\b"),
         (["--batchsize=4"], r"\(--batchsize\).*--batch-size"),
         (["--top-k", "3"], r"\(--top-k\)"),
+        (["--learning-rate", "3"], r"\(--learning-rate\)\. Did you mean --lr\?$"),
+        (["--max_steps", "3"], r"\(--max_steps\)\. Did you mean --steps\?$"),
+        (["--batch", "3"], r"\(--batch\)\. Did you mean --batch-size\?$"),
+        (["--n-embd", "3"], r"\(--n-embd\)\. Did you mean --d-model\?$"),
+        (["--wandb"], r"\(--wandb\)\. Did you mean --tensorboard\?$"),
+        (["--temp", "3"], r"\(--temp\)\. See --help\.$"),
+        (["--config", "3"], r"\(--config\)\. See --help\.$"),
+        (["--verbose"], r"\(--verbose\)\. See --help\.$"),
+        (["--bias=maybe"], r"--bias.*true or false.*'maybe'.*--help"),
+        (["--bias", "none"], r"--bias.*true or false.*'none'"),
+        (["--steps", "none"], r"--steps.*'none'"),
+        (["--steps", "1e3"], r"--steps.*'1e3'"),
+        (["--steps", "9" * 5000], r"--steps.*'999.*--help"),
+        (["--steps", "--norm", "pre"], r"--steps.*--help"),
+        (["--data", "a\0b"], r"\(a\\x00b\)"),
+        (["--data", "x" * 5000, "--foo"], r"\(--foo\)"),
         (["--steps", "many"], "--steps.*'many'.*--help"),
         (["--steps"], "--steps.*--help"),
         (["pre"], r"\(pre\)"),

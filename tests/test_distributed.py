@@ -320,13 +320,30 @@ def test_shards_want_a_format_without_a_scaler(monkeypatch):
         train.train(toy_config(shard=True))
 
 
+LAUNCHED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+LAUNCHED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+IMPOSSIBLE = {name: None for name in [*LAUNCHED][2:]} | {"RANK": "8", "WORLD_SIZE": "4", "LOCAL_RANK": "x"}
+
+
+@pytest.mark.parametrize(
+    "name, value", [*IMPOSSIBLE.items(), ("LOCAL_RANK", None), ("RANK", "-1"), ("MASTER_PORT", "x")]
+)
+def test_an_environment_of_processes_that_cannot_meet(monkeypatch, name, value):
+    for variable, number in (LAUNCHED | {name: value or ""}).items():
+        monkeypatch.setenv(variable, number)
+    with pytest.raises(Mistake, match=rf"\b{name}={value or ''}[,)].*torchrun.*WORLD_SIZE"):
+        world()
+
+
 def test_the_environment_of_torchrun_is_read(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.delenv(name, raising=False)
     assert world() is ALONE
-    for name, value in {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
-        assert world() is ALONE
-        monkeypatch.setenv(name, str(value))
+    for alone in ({"RANK": "0"}, {"WORLD_SIZE": "8"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}):
+        with monkeypatch.context() as patch:
+            for name, value in alone.items():
+                patch.setenv(name, value)
+            assert world() is ALONE
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
     for restarts, shared in (("0", "True"), ("3", "False")):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)

@@ -2,11 +2,16 @@ import math
 
 import pytest
 import torch
-from toys import toy_config, toy_model, toy_tokens
+from toys import records, toy_config, toy_model, toy_tokens
 
+import train
 from gpt import BLOCKS
+from gpt.blocks import Block, PreLN
 from gpt.loss import next_token_loss
+from gpt.training import checkpoint
+from gpt.training.device import Compute
 from gpt.training.optim import Muon, lr_at, make_optimizer, orthogonal, parameter_groups
+from gpt.training.report import Diverged
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -110,6 +115,31 @@ def test_a_gradient_that_overflowed_in_float16_moves_nothing():
     optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
     optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before)) and not optimizer.state
+
+
+class Overflowing(Block):
+    """Pre-LN with a gradient that is not finite at any scale of the loss."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.mlp.down.weight.register_hook(lambda grad: grad * math.inf)
+
+    forward = PreLN.forward
+
+
+@pytest.mark.parametrize("norm", ["overflowing", "pre"])
+def test_a_float16_run_ends_when_no_scale_of_the_loss_is_left(here, quick, monkeypatch, norm):
+    """Every step that overflows is left out and halves the scale; nothing else would say so."""
+    monkeypatch.setitem(BLOCKS, "overflowing", Overflowing)
+    monkeypatch.setattr(Compute, "scaler", lambda self: torch.amp.GradScaler("cpu"))
+    config = toy_config(norm=norm, data="text.txt", steps=40, n_layers=1, val_fraction=0.0, save_every=10)
+    if norm == "pre":
+        assert train.train(config, "r")["step"] == 40
+    else:
+        with pytest.raises(Diverged, match="scale .*--dtype float32") as raised:
+            train.train(config, "r")
+        assert raised.value.step == 16 + 11 and len(records(here / "r")) == 26
+        assert checkpoint.find("r", "last").name == "step-000020"
 
 
 def test_the_rate_warms_up_from_above_zero_and_ends_at_the_least():

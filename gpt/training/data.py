@@ -13,20 +13,30 @@ class Data:
     """A corpus cut in two contiguous splits: the last `val_fraction` of the ids is for validation, the rest to train.
     `ids` is an array or Shards, of which only the rows that are handed out are read.
 
-    Both splits hand out (B, T + 1) int64 tokens: the first T of a row are its inputs, the last T its targets.
+    Both splits hand out (B, T + 1) int64 tokens: the first T of a row are its inputs, the last T its targets. An
+    evaluation asks for at most about `eval_tokens` targets; None is no limit.
     Raises Mistake if a split is shorter than one such row; `val_fraction` 0 leaves no validation split.
     """
 
-    def __init__(self, ids: np.ndarray | Shards, context_length: int, batch_size: int, val_fraction: float, seed: int):
+    def __init__(
+        self,
+        ids: np.ndarray | Shards,
+        context_length: int,
+        batch_size: int,
+        val_fraction: float,
+        seed: int,
+        eval_tokens: int | None = None,
+    ):
         cut = int(len(ids) * (1 - val_fraction))
         self.train, self.val = ids[:cut], ids[cut:]
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
+        self.eval_tokens = len(ids) if eval_tokens is None else eval_tokens
         for name, split in (("training", self.train), ("validation", self.val)):
             if len(split) <= context_length and not (name == "validation" and val_fraction == 0):
                 raise Mistake(
                     f"the {name} split is too short ({len(split)} tokens of {len(ids)}; one row needs "
-                    f"context_length + 1 = {context_length + 1}). Use more text, a shorter context_length or "
-                    f"another val_fraction."
+                    f"context_length + 1 = {context_length + 1}). Use more text (--data), a shorter "
+                    f"context_length or another val_fraction."
                 )
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
@@ -42,15 +52,24 @@ class Data:
 
     def few_rows(self) -> torch.Tensor:
         """Up to four fixed rows to probe a model with: the first windows for validation or, without any, rows of the
-        first batch."""
-        return next(self.windows(4), self.batch(0)[:4])
+        first batch; at most 256 tokens of each, since longer ones show the same and take long in a large model."""
+        return next(self.windows(4), self.batch(0)[:4])[:, :257]
 
-    def windows(self, rows: int) -> Iterator[torch.Tensor]:
-        """The validation split from end to end, `rows` windows at a time. The last token of a window is the first of
-        the next, so each token but the first is a target once. The last window may be shorter and comes alone."""
+    def windows(self, rows: int, rank: int = 0, size: int = 1) -> Iterator[torch.Tensor]:
+        """The windows of an evaluation, the same at every one, `rows` at a time. If the validation split has at most
+        `eval_tokens` targets, they walk it from end to end: the last token of a window is the first of the next, so
+        each token but the first is a target once, and the last window may be shorter and comes alone. Of a longer split
+        they are evenly spaced whole windows.
+
+        Process `rank` of `size` gets every size-th part, from part `rank` on, and reads no other. All get as many: one
+        for which no part is left gets (0, T + 1) tokens."""
         T, targets = self.context_length, max(0, len(self.val) - 1)
         whole = targets // T
-        for first in range(0, whole, rows):
-            yield self._rows(self.val, np.arange(first, min(first + rows, whole)) * T)
-        if targets > whole * T:
-            yield self._rows(self.val, [whole * T])
+        count = min(whole, max(1, self.eval_tokens // T))
+        starts = np.arange(count, dtype=np.int64) * whole // max(1, count) * T
+        parts = [starts[first : first + rows] for first in range(0, count, rows)]
+        if whole * T < targets <= self.eval_tokens:
+            parts.append(np.array([whole * T]))
+        for number in range(rank, -(-len(parts) // size) * size, size):
+            mine = number < len(parts)
+            yield self._rows(self.val, parts[number]) if mine else torch.zeros(0, T + 1, dtype=torch.int64)

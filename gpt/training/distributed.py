@@ -79,15 +79,24 @@ ALONE = World()
 
 def world() -> World:
     """The processes that torchrun started, as its environment describes them; else this one alone. Raises Mistake if
-    torchrun may restart processes while its rendezvous store keeps stale addresses."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not all(name in os.environ for name in names):
+    that describes none that can meet, or if torchrun may restart processes while its rendezvous store keeps stale
+    addresses."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    values = {name: os.environ.get(name, "") for name in names}
+    if not (values["RANK"] and values["WORLD_SIZE"]) or (values["RANK"], values["WORLD_SIZE"]) == ("0", "1"):
         return ALONE
+    rank, size, local_rank, local_size, port = (
+        int(value) if value.isdecimal() and len(value) < 20 else -1 for value in [*values.values()][:-1]
+    )
+    able = 0 <= rank < size and 0 <= local_rank < local_size <= size and 0 < port < 2**16
+    if not (able and values["MASTER_ADDR"]):
+        text = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise Mistake(f"these processes cannot meet ({text}). Start them by torchrun, or unset RANK and WORLD_SIZE.")
     restarts, shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
     if restarts not in (None, "0") and shared == "True":
         remedy = "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         raise Mistake(f"restarted processes may not find each other (--max-restarts {restarts}). {remedy}.")
-    return World(*(int(os.environ[name]) for name in names))
+    return World(rank, size, local_rank, local_size)
 
 
 @contextlib.contextmanager

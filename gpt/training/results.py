@@ -3,13 +3,12 @@
 import hashlib
 import inspect
 import json
-import shutil
-import sys
 from pathlib import Path
 
 from gpt.config import Mistake
-from gpt.training.files import FORMAT, read_json, write
-from gpt.training.settings import SETTINGS
+from gpt.files import FORMAT, read_json, say, write
+from gpt.training.run import delete_run, is_run
+from gpt.training.settings import SETTINGS, configure, flat
 
 
 def run_name(placement: str, seed: int) -> str:
@@ -49,6 +48,36 @@ def read_results(out: Path) -> dict | None:
     return results
 
 
+def resolved(settings: dict) -> dict:
+    """The settings of a comparison with what None stands for, so that a default that is typed is the same."""
+    config = configure({name: value for name, value in settings.items() if name in SETTINGS})
+    settings = flat(config) | settings | {"lr": config.peak_lr, "min_lr": config.last_lr}
+    return settings | {"micro_batch_size": config.micro_size(), "save_every": config.save_every or config.eval_every}
+
+
+def another(results: dict, settings: dict) -> tuple | None:
+    """The name of the first setting that is another in these results, its value there, and here; None if all agree."""
+    stored, settings = resolved(results["settings"]), resolved(settings)
+    values = ((name, stored.get(name), value) for name, value in settings.items())
+    return next((each for each in values if each[1] != each[2]), None)
+
+
+def default_folder(placements: list[str], settings: dict) -> Path:
+    """runs/compare-PLACEMENTS, with a number: the first that is free or has a comparison of the same settings."""
+    name, number = "-".join(["compare", *placements])[:100], 1
+    while _taken(out := Path("runs", name if number == 1 else f"{name}-{number}"), settings):
+        number += 1
+    return out
+
+
+def _taken(out: Path, settings: dict) -> bool:
+    try:
+        results = read_results(out)
+    except Mistake:  # it is no comparison
+        return True
+    return (out.exists() and not out.is_dir()) or (results is not None and another(results, settings) is not None)
+
+
 def make_folder(out: Path):
     """Make the comparison's folder, if need be. Raises Mistake if there is something else of that name."""
     read_results(out)
@@ -69,15 +98,14 @@ def open_results(out: Path, settings: dict, code: dict[str, str], overwrite: boo
     results = read_results(out)
     if results and overwrite:
         save_results(out, results | {"runs": {}})  # first, so that a kill leaves no outcome without its run
-        for path in out.glob("*/config.json"):
-            shutil.rmtree(path.parent)
+        for run in filter(is_run, out.glob("*/")):
+            delete_run(run)
         results = None
     results = {"format": FORMAT, "settings": settings, "runs": {}, "code": {}} | (results or {})
-    stored = {name: setting.default for name, setting in SETTINGS.items()} | results["settings"]
-    for name, value in settings.items():
-        if stored.get(name) != value:
-            values = f"{stored.get(name)}, not {value}, in {out}"
-            raise Mistake(f"the comparison has another {name} ({values}). Leave it, or name another --out.")
+    if different := another(results, settings):
+        name, there, here = different
+        values = f"{there}, not {here}, in {out}"
+        raise Mistake(f"the comparison has another {name} ({values}). Leave it, or name another --out.")
     begun = [name for name in code if name in results["runs"] or (out / name / "last").exists()]
     if changed := [name for name in begun if results["code"].get(name, code[name]) != code[name]]:
         runs = f"{', '.join(changed)} in {out}"
@@ -86,10 +114,7 @@ def open_results(out: Path, settings: dict, code: dict[str, str], overwrite: boo
         )
     if unknown := [name for name in begun if name not in results["code"]]:
         runs = f"{', '.join(unknown)} in {out}"
-        print(
-            f"warning: nothing tells which code made these runs ({runs}). Delete their folders to repeat them.",
-            file=sys.stderr,
-        )
+        say(f"warning: nothing tells which code made these runs ({runs}). Delete their folders to repeat them.")
     results["code"] |= {name: code[name] for name in code if name not in begun}
     save_results(out, results)
     return results

@@ -2,17 +2,22 @@
 
 import dataclasses
 import math
+import os
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.config import (
+    MOST,
+    SEEDS,
     Mistake,
     ModelConfig,
     lookup,
     nearest_divisors,
     one_of,
     require,
+    require_same,
     setting,
     settings_of,
     typed,
@@ -28,14 +33,16 @@ class TrainConfig:
 
     model: ModelConfig = ModelConfig()
     data: str = setting(
-        "python-docs", "corpus: python-docs, shakespeare, a text file, a folder of .txt, or one of data/prepare.py"
+        "python-docs",
+        "corpus: python-docs, shakespeare, a text file, a folder of .txt, or one of data/prepare.py",
+        "data",
     )
     tokenizer: str = setting("bytes", "bytes (256 ids) or gpt2 (50,257 ids)")
     val_fraction: float = setting(0.1, "last part of the corpus, held out; 0 turns evaluation off")
-    steps: int = setting(2000, "optimizer updates")
+    steps: int = setting(2000, "optimizer updates", "training")
     batch_size: int = setting(12, "sequences per step")
     micro_batch_size: int | None = setting(None, "sequences per forward pass; by default the whole batch")
-    init: str = setting("scratch", "starting weights: scratch, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder")
+    init: str = setting("scratch", "starting weights: scratch, a run, a folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl")
     optimizer: str = setting("muon", "muon, on the matrices of the blocks, with AdamW for the rest; or adamw")
     lr: float | None = setting(None, "peak learning rate; by default 0.012 for muon and 0.001 for adamw")
     min_lr: float | None = setting(None, "rate of the last step; by default 0 for muon and a tenth of lr for adamw")
@@ -45,23 +52,24 @@ class TrainConfig:
     beta2: float = setting(0.99, "AdamW's decay of the mean squared gradient")
     adam_eps: float = setting(1e-8, "AdamW's term against division by zero")
     grad_clip: float = setting(1.0, "largest gradient norm; 0 turns clipping off")
-    eval_every: int = setting(200, "steps between validation losses")
+    eval_every: int = setting(200, "steps between validation losses", "run")
+    eval_tokens: int = setting(2**18, "at most so many targets at each, evenly spaced over the validation split")
     log_every: int = setting(20, "steps between lines of metrics.jsonl")
     probe_every: int | None = setting(None, "steps between lines of probe.jsonl, for probe.py; by default none")
     save_every: int | None = setting(None, "steps between checkpoints; by default at each evaluation")
     keep: int = setting(2, "newest checkpoints to keep, beside the best")
     seed: int = setting(1337, "of weights, batches, dropout and the closing sample")
-    device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps")
+    tensorboard: bool = setting(False, "also write events for TensorBoard into the run's folder")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", "machine")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16")
     compile: str = setting("auto", "torch.compile: on, off, or auto (on a CUDA GPU)")
-    tensorboard: bool = setting(False, "also write events for TensorBoard into the run's folder")
     shard: bool = setting(False, "with several processes: each keeps a part of the weights and moments (FSDP2)")
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "eval_every", "log_every", "keep"):
-            require(getattr(self, name) >= 1, self, name, "1 or more")
+        for name in ("steps", "batch_size", "eval_every", "eval_tokens", "log_every", "keep"):
+            require(1 <= getattr(self, name) <= MOST, self, name, f"from 1 to {MOST}")
         for name in ("micro_batch_size", "save_every", "probe_every"):
-            require(getattr(self, name) is None or getattr(self, name) >= 1, self, name, "1 or more")
+            require(getattr(self, name) is None or 1 <= getattr(self, name) <= MOST, self, name, f"from 1 to {MOST}")
         for name in ("weight_decay", "grad_clip"):
             require(0 <= getattr(self, name) < math.inf, self, name, "0 or more")
         for name in ("beta1", "beta2"):
@@ -70,8 +78,8 @@ class TrainConfig:
         require(self.lr is None or 0 < self.lr < math.inf, self, "lr", "above 0, as 1e-3")
         require(0 < self.adam_eps < math.inf, self, "adam_eps", "above 0, as 1e-8")
         require(0 <= self.val_fraction < 1, self, "val_fraction", "at least 0 and below 1")
-        require(self.warmup_steps >= 0, self, "warmup_steps", "0 or more")
-        require(0 <= self.seed < 2**63, self, "seed", "at least 0 and below 2**63")
+        require(0 <= self.warmup_steps <= MOST, self, "warmup_steps", f"from 0 to {MOST}")
+        require(0 <= self.seed < SEEDS, self, "seed", "at least 0 and below 2**63")
         require(self.init != "", self, "init", "scratch, a name or a folder")
         require(self.data != "", self, "data", "a name, a file or a folder")
         require(self.compile in ("auto", "on", "off"), self, "compile", "auto, on or off")
@@ -140,18 +148,65 @@ def read_toml(path: str | Path) -> dict:
 
 
 def from_weights(source: str) -> TrainConfig:
-    """The settings for training published weights further: their architecture and tokenizer, and a low rate."""
+    """The settings for training weights further: their architecture, their tokenizer and a rate. A run or a checkpoint
+    of one goes on by its optimizer, at its rate; published weights by AdamW, at a low rate. All else is as by default.
+    Raises Mistake if there are no such weights, or no tokenizer for them."""
     from gpt import pretrained
+    from gpt.training import checkpoint
 
-    model = pretrained.read_config(pretrained.find(source, ["config.json"]))  # the rest may be gigabytes
-    return TrainConfig(model=model, tokenizer=tokenizer_of(model), init=source, optimizer="adamw", lr=3e-5)
+    place = located(source)
+    if pretrained.recognizes(source) or not os.path.isdir(source):
+        model = pretrained.read_config(pretrained.find(source, ["config.json"]))  # the rest may be gigabytes
+        return TrainConfig(model, tokenizer=tokenizer_of(model, source), init=place, optimizer="adamw", lr=3e-5)
+    run = checkpoint.read_state(checkpoint.find(source))[1]
+    lr = None if run.lr == RATES[run.optimizer][0] else run.lr  # so that another optimizer has its own default
+    return TrainConfig(run.model, tokenizer=run.tokenizer, init=place, optimizer=run.optimizer, lr=lr)
 
 
-def tokenizer_of(weights: ModelConfig) -> str:
-    """The tokenizer of published weights, as far as the number of their ids tells. Raises Mistake if it is none of
-    ours."""
+def located(source: str) -> str:
+    """`source`, a name or a folder of weights, with a folder made absolute: the same wherever a run is continued."""
+    from gpt.published import NAMES
+
+    named = source in (*NAMES, *NAMES.values()) and not os.path.isdir(source)
+    return source if named or source == "scratch" else str(Path(source).absolute())
+
+
+def tokenizer_of(weights: ModelConfig, source: str = "") -> str:
+    """The tokenizer of published weights: the one of ours that has their number of ids. Raises Mistake if there is
+    none, or if `source` is a folder that has another one."""
+    from gpt import tokenizer
+
     if weights.norm == "pre" and 50257 <= weights.vocab_size <= 50304:  # some pad the vocabulary with unused ids
-        return "gpt2"
-    if weights.vocab_size == 256:
-        return "bytes"
-    raise Mistake(f"no tokenizer for these weights ({weights.vocab_size:,} ids). Use them from Python, with ids.")
+        name = "gpt2"
+    elif weights.vocab_size == 256:
+        name = "bytes"
+    else:
+        raise Mistake(f"no tokenizer for these weights ({weights.vocab_size:,} ids). Use them from Python, with ids.")
+    if os.path.isdir(source):
+        tokenizer.require_stored(tokenizer.TOKENIZERS[name](), Path(source))
+    return name
+
+
+def assumed(config: TrainConfig) -> list[str]:
+    """That nothing but the number of ids tells the tokenizer of the weights in the folder `config.init`, if so."""
+    from gpt import pretrained, tokenizer
+
+    folder = Path(config.init)
+    if config.init == "scratch" or not folder.is_dir() or not pretrained.recognizes(folder):
+        return []
+    return [] if tokenizer.stored_in(folder) else [f"tokenizer {config.tokenizer} is assumed, as {folder} has none"]
+
+
+def weights_of(config: TrainConfig) -> Callable:
+    """The function that makes the model with the weights `config.init`. Raises Mistake if they are of another
+    architecture or tokenizer than the `config`."""
+    from gpt import pretrained
+    from gpt.training import checkpoint
+
+    base = from_weights(config.init)
+    require_same(base.model, config.model, config.init, shorter=True)
+    if config.tokenizer != base.tokenizer:
+        values = f"{base.tokenizer}, not {config.tokenizer}"
+        raise Mistake(f"the weights are for another tokenizer ({values}). Leave it out.")
+    load = pretrained.load if pretrained.recognizes(config.init) else checkpoint.load_model
+    return lambda: load(config.init, config.model)
