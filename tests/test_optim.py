@@ -143,7 +143,8 @@ def test_a_float16_run_ends_when_no_scale_of_the_loss_is_left(here, quick, monke
 
 
 def test_the_rate_warms_up_from_above_zero_and_ends_at_the_least():
-    config = toy_config(steps=100, warmup_steps=10, lr=1.0, min_lr=0.2, optimizer="adamw")
+    """It reaches the least one update after the last."""
+    config = toy_config(steps=99, warmup_steps=10, lr=1.0, min_lr=0.2, optimizer="adamw")
     rates = [lr_at(step, config) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert all(after < before for before, after in zip(rates[9:], rates[10:]))
@@ -152,7 +153,7 @@ def test_the_rate_warms_up_from_above_zero_and_ends_at_the_least():
 
 
 def test_muons_rate_falls_along_a_line():
-    config = toy_config(steps=100, warmup_steps=10, lr=1.0, min_lr=0.1)
+    config = toy_config(steps=99, warmup_steps=10, lr=1.0, min_lr=0.1)
     rates = [lr_at(step, config) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert rates[10:] == pytest.approx([1 - 0.01 * k for k in range(1, 91)])
@@ -160,19 +161,28 @@ def test_muons_rate_falls_along_a_line():
 
 def test_rates_that_are_not_given_are_the_optimizers():
     assert toy_config(optimizer="adamw", lr=0.5).last_lr == pytest.approx(0.05)
-    assert toy_config(lr=0.5).last_lr == lr_at(7, toy_config(lr=0.5, steps=8)) == 0.0
+    assert toy_config(lr=0.5).last_lr == lr_at(8, toy_config(lr=0.5, steps=8)) == 0.0
     assert toy_config().peak_lr > toy_config(optimizer="adamw").peak_lr > toy_config(optimizer="adamw").last_lr > 0
     assert toy_config(lr=0.5, min_lr=0.1).last_lr == 0.1
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("warmup_steps", [0, 1, 5, 9])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4, 5, 6, 9])
 def test_corners_of_the_schedule(warmup_steps, optimizer):
     config = toy_config(steps=5, warmup_steps=warmup_steps, lr=1.0, min_lr=0.1, optimizer=optimizer)
-    rates = [lr_at(step, config) for step in range(8)]
-    assert all(0 < rate <= 1 for rate in rates)
-    if warmup_steps < 5:
-        assert rates[4:] == pytest.approx([0.1] * 4 if warmup_steps < 4 else rates[4:])
+    rates = [lr_at(step, config) for step in range(12)]
+    assert all(0.1 <= rate <= 1 for rate in rates) and rates[10:] == pytest.approx([0.1] * 2)
+    if warmup_steps:
+        assert rates[warmup_steps - 1] == 1.0
+    if warmup_steps <= 5:
+        assert rates[5:] == pytest.approx([0.1] * 7)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("done, warmup_steps", [(0, 0), (0, 1), (5, 0), (5, 2), (5, 6)])
+def test_every_step_trains_also_a_first_that_is_the_last(done, warmup_steps, optimizer):
+    """And one that a run is resumed for."""
+    assert lr_at(done, toy_config(steps=done + 1, warmup_steps=warmup_steps, min_lr=0.0, optimizer=optimizer)) > 0
 
 
 def test_large_matrices_of_one_shape_all_move_and_those_without_a_gradient_do_not():

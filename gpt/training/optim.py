@@ -104,9 +104,9 @@ def make_optimizer(model, config: TrainConfig) -> torch.optim.Optimizer:
 
 def lr_at(step: int, config: TrainConfig) -> float:
     """The rate of update number `step`, counted from 0: peak_lr/warmup_steps, 2 peak_lr/warmup_steps, ... peak_lr, then
-    down to last_lr, reached at the last update: along half a cosine, or for Muon along a line."""
+    down to last_lr, reached one update after the last: along half a cosine, or for Muon along a line."""
     if step < config.warmup_steps:
         return config.peak_lr * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps + 1) / max(1, config.steps - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup_steps + 1) / max(1, config.steps - config.warmup_steps + 1))
     left = 1 - progress if config.optimizer == "muon" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.last_lr + (config.peak_lr - config.last_lr) * left

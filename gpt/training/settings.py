@@ -45,7 +45,7 @@ class TrainConfig:
     init: str = setting("scratch", "starting weights: scratch, a run, a folder, gpt2, gpt2-medium, gpt2-large, gpt2-xl")
     optimizer: str = setting("muon", "muon, on the matrices of the blocks, with AdamW for the rest; or adamw")
     lr: float | None = setting(None, "peak learning rate; by default 0.012 for muon and 0.001 for adamw")
-    min_lr: float | None = setting(None, "rate of the last step; by default 0 for muon and a tenth of lr for adamw")
+    min_lr: float | None = setting(None, "rate after the last step; by default 0 for muon and a tenth of lr for adamw")
     warmup_steps: int = setting(100, "steps of linear warm-up, then a line (muon) or a cosine (adamw) to min_lr")
     weight_decay: float = setting(0.1, "times the rate, on matrices only")
     beta1: float = setting(0.9, "AdamW's decay of the mean gradient")
@@ -93,7 +93,7 @@ class TrainConfig:
 
     @property
     def last_lr(self) -> float:
-        """The learning rate of the last step."""
+        """The learning rate that a step after the last would have."""
         return self.peak_lr * RATES[self.optimizer][1] if self.min_lr is None else self.min_lr
 
     def micro_size(self, processes: int = 1) -> int:
