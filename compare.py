@@ -18,7 +18,7 @@ from gpt.files import courtesy, held, read_lines, write
 from gpt.study import comparison
 from gpt.training.report import require_tensorboard
 from gpt.training.results import code_of, default_folder, make_folder, open_results, run_name, save_results
-from gpt.training.run import StopRequest
+from gpt.training.run import StopRequest, has_checkpoint
 from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
 from train import train, update
 
@@ -99,7 +99,7 @@ def train_all(plan: Plan, out: Path, results: dict, stop) -> bool:
     from gpt.training.checkpoint import find, read_state
 
     runs, config = results["runs"], plan.config
-    begun = [name for name in plan.runs if name not in runs and (out / name / "last").exists()]
+    begun = [name for name in plan.runs if name not in runs and has_checkpoint(out / name)]
     done = sum(read_state(find(out / name, "last"))[0]["step"] for name in begun)
     done += len(plan.runs.keys() & runs.keys()) * config.steps
     width = max(map(len, plan.runs)) + 2
@@ -182,11 +182,13 @@ def compare(flags: dict) -> int | None:
         save_results(out, results)
         rows = comparison.rows(results["table"], plan.seeds, plan.settings["unit"])
         write(out / "results.md", f"{comparison.markdown(rows)}\n\n{comparison.LEGEND}\n")
+        files = ["results.md", "results.json"]
         with courtesy("draw the pictures"):
             draw(plan, out, results["runs"], title)
+            files += ["curves.png", "depth.png"]
     columns = comparison.SHORT if sys.stdout.isatty() else None
     tell("\n" + comparison.markdown([row[:columns] for row in rows]))
-    tell(f"\n{out}: results.md, results.json, curves.png, depth.png")
+    tell(f"\n{out}: {', '.join(files)}")
     if others := {run["norm"] for run in results["runs"].values()} - {*placements}:
         tell(f"in the folder, and not in the table: {', '.join(sorted(others))}")
 
@@ -195,7 +197,7 @@ def main(argv: list[str]):
     usage = "compare.py [CONFIG.toml] BLOCK... [--seeds N] [--SETTING VALUE]..."
     hints = {"": "Placements stand side by side, before the flags.", "--resume": "The same command goes on."}
     hints |= {"--norm": "Name placements without a flag.", "--init": "A comparison starts from scratch."}
-    hints |= {"--config": "Name the file without a flag.", "--epochs": "Training is counted in batches: --steps N."}
+    hints |= {"--config": "Name the file without a flag."}
     command = CommandLine(hints, prog="compare.py", usage=usage, description=__doc__)
     text = "settings from a file, and the placements; the first is what the others are compared to"
     command.add_argument("entries", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)

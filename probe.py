@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, ModelConfig, unknown
 from gpt.files import courtesy, read_lines, say
+from gpt.training.run import has_checkpoint
 from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights
 
 DEPTH = 24  # blocks by default: enough to see where placements differ
@@ -84,7 +85,7 @@ def probe(flags: dict):
     TrainConfig(seed=seed)  # checks it
     if out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise Mistake(f"no such kind of picture ({out}). Name a .png, .svg or .pdf.")
-    run = next((name for name in names if Path(name, "last").exists() or pretrained.recognizes(name)), None)
+    run = next((name for name in names if has_checkpoint(Path(name)) or pretrained.recognizes(name)), None)
     if (alone := run or ("stack" if "stack" in names else None)) and (len(names) > 1 or flags):
         raise Mistake(f"nothing can be added to {alone} ({', '.join([*names, *flags])}). Leave the rest out.")
     records, start, counted = [], 1, "block"

@@ -12,7 +12,7 @@ from gpt.config import Mistake
 from gpt.files import courtesy, read_lines
 from gpt.training.distributed import reported
 from gpt.training.report import closing, stopped
-from gpt.training.run import StopRequest, newest_run
+from gpt.training.run import StopRequest, has_checkpoint, newest_run
 from gpt.training.settings import SETTINGS, TrainConfig, configure, from_weights, read_toml
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
@@ -135,7 +135,7 @@ def run(flags: dict) -> int:
     if resume and out is None:
         out = str(newest_run())
     which = "last" if which is None else which
-    begun = resume == "yes" or (resume == "auto" and (Path(out) / "last").exists())
+    begun = resume == "yes" or (resume == "auto" and has_checkpoint(Path(out)))
     settings = ({} if path is None else read_toml(path)) | flags
     for name in settings.keys() & {*OPTIONS[1:]}:
         raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")
@@ -148,7 +148,7 @@ def run(flags: dict) -> int:
         base = from_weights(configure({"init": settings["init"]}).init)
     config = configure(settings, base)
     with StopRequest() as stop:
-        # A run that ended before it saved has nothing to lose.
+        # With auto, a run that ended before its first checkpoint has nothing to lose.
         end = train(config, out, which if begun else None, overwrite or resume == "auto", stop)
     if end["signum"] and end["step"] < config.steps:
         if end["first"]:
@@ -162,7 +162,6 @@ def run(flags: dict) -> int:
 
 def main(argv: list[str]):
     hints = {"": "A setting is a flag, as --norm post.", "--config": "Name the file without a flag."}
-    hints |= {"--epochs": "Training is counted in batches: --steps N."}
     usage = "train.py [CONFIG.toml] [--SETTING VALUE]..."
     command = CommandLine(hints, prog="train.py", usage=usage, description=__doc__)
     command.add_argument("config", nargs="?", metavar="CONFIG.toml", help="settings from a file, as configs/tiny.toml")

@@ -209,8 +209,8 @@ def prepare(texts: list[str], out: str, tokenizer: str, workers: int, shard_toke
     for file in files:  # many a mistake shows in the first bytes
         with corpus.opened(file):
             pass
-    folder = open_folder(out, overwrite)
-    with held(folder):
+    with held(open_folder(out, overwrite)):
+        folder = open_folder(out, overwrite)  # again: another process may just have finished
         source = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
         try:
             writer = shards.Writer(folder, made, shard_tokens, {"files": source}, overwrite)

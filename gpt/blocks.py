@@ -42,7 +42,7 @@ class Block(nn.Module):
         """Start the matrices from N(0, 0.02^2), as GPT-2 does. The last one of each of the 2 n_layers branches starts
         as `branch_init` says: the configuration's, or else the placement's."""
         stds = {"gpt2": 0.02 / math.sqrt(2 * config.n_layers), "plain": 0.02, "zero": 0.0}
-        branch_std = lookup(stds, config.branch_init or self.branch_init, "branch_init")
+        branch_std = lookup(stds, self.branch_init if config.branch_init is None else config.branch_init, "branch_init")
         for linear, std in (
             (self.attn.qkv, 0.02),
             (self.attn.out, branch_std),

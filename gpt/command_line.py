@@ -72,8 +72,6 @@ class CommandLine(argparse.ArgumentParser):
             yield (flag if flag in flags else word) + equals + value
 
     def parse_args(self, argv):
-        if bad := [word for word in argv if "\0" in word]:  # no system call takes one
-            self.fail(f"a NUL in an argument ({bad[0]}). Leave it out.", 2)
         known, extra = self.parse_known_args([*self._joined(argv)])
         if extra:
             name = extra[0].partition("=")[0].replace("_", "-")
@@ -95,7 +93,7 @@ class CommandLine(argparse.ArgumentParser):
             with installed():
                 sys.exit(body())
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             sys.exit(0)
         except KeyboardInterrupt:
             sys.exit(130)
@@ -152,7 +150,7 @@ def _reader(setting: dataclasses.Field) -> typing.Callable[[str], object]:
 
 
 def _with_names(match: re.Match) -> str:
-    """ "BLOCKS in gpt/blocks.py", with the keys of that dict: read and not imported, since the file imports torch."""
+    """ "BLOCKS in gpt/blocks.py", with the keys of that dict: read and not imported, because the file imports torch."""
     path = Path(__file__).with_name(match[2])
     for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == match[1]:
@@ -173,6 +171,12 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or own or any(each in str(error) for each in words)
 
 
+def discard_output():
+    """Let what is printed from here on go nowhere."""
+    with contextlib.suppress(OSError):  # stdout is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def tell(text: str):
     """Print lines on stdout, above the bar. It is a courtesy: where nobody can read them, the work goes on."""
     from tqdm import tqdm
@@ -182,8 +186,7 @@ def tell(text: str):
         sys.stdout.flush()
     except OSError as error:
         say(f"warning: the output cannot be written ({error.strerror}). Going on without it.")
-        with contextlib.suppress(OSError):  # it is no file
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
 
 
 class Progress:
@@ -201,7 +204,7 @@ class Progress:
             disable=not (shown and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns),
             leave=False,
             dynamic_ncols=True,
-            # What matters most comes first, since a narrow terminal shows no more.
+            # What matters most comes first: a narrow terminal shows no more.
             bar_format="{desc}{percentage:3.0f}%  {remaining} left{postfix}  {bar}",
         )
 

@@ -138,7 +138,6 @@ class ModelConfig:
             require(type(value) is int and 1 <= value <= 2**24, self, name, f"a whole number from 1 to {2**24}")
         require(0 < self.norm_eps < math.inf, self, "norm_eps", "above 0, as 1e-5")
         require(0 <= self.dropout < 1, self, "dropout", "at least 0 and below 1")
-        require(self.branch_init != "", self, "branch_init", "gpt2, plain or zero")
         if self.d_model % self.n_heads:
             raise Mistake(
                 f"n_heads must divide d_model ({self.n_heads} heads, width {self.d_model}). "

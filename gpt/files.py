@@ -23,11 +23,11 @@ LARGEST = 2**24  # bytes; GPT-2's tokenizer.json has 3.6 million. An untrusted f
 LACKING = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
 
 
-def say(text: str, stream=None):
-    """Print a line on `stream`, by default stderr, or nothing if nobody can read it."""
-    if stream := stream or sys.stderr:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
-            print(text, file=stream, flush=True)
+def say(text: str):
+    """Print a line on stderr, or nothing if nobody can read it."""
+    if sys.stderr:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def read_json(path: str | Path) -> dict:
             raise ValueError("no object")
         return stored
     except OSError as error:
-        raise Mistake(f"cannot read the file ({path}: {error.strerror}). Put it back.") from None
+        raise Mistake(f"cannot read the file ({path}: {error.strerror}). Make it readable, or put it back.") from None
     except (ValueError, RecursionError) as error:
         raise Mistake(f"{path} is not a JSON file ({error}). Put the right one back.") from None
 

@@ -36,7 +36,7 @@ class HeadLoss(torch.autograd.Function):
         dloss/dx = E^T p                       dloss/dE = p x^T
 
     One pass over the logits gives the loss and both gradients; backward only scales them. The vocabulary is padded to
-    a multiple of `multiple` with ids of probability 0. There is no second derivative, since x is not kept.
+    a multiple of `multiple` with ids of probability 0. There is no second derivative, because x is not kept.
     """
 
     @staticmethod

@@ -69,7 +69,7 @@ class LayerNorm(nn.Module):
     mu and the biased variance sigma^2 are those of one token's `width` numbers: x of any shape (..., width) gives y
     of the same shape and dtype. gamma (`weight`) starts at 1 and beta (`bias`) at 0. For half-precision inputs mu and
     sigma^2 are computed in float32. A row of equal numbers gives beta. torch.autograd differentiates it any number of
-    times; torch.func does not take it, since that would cost every call time.
+    times; torch.func does not take it: that would cost time in every call.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):

@@ -172,7 +172,6 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
     """Write a pre-LN model, and its tokenizer if given, into a folder that transformers' AutoModelForCausalLM and
     AutoTokenizer open. Raises Mistake as `target` does; Failure if the disk does not take it."""
     config, path = model.config, target(model.config, folder)
-    kind: type[Exception] = Mistake
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
     activations = {name: outer for outer, name in ACTIVATIONS["gpt2"].items()}
     settings = {outer: getattr(config, name) for name, outer in SETTINGS.items()}
@@ -192,12 +191,11 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
         files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     try:
         with new_folder(path) as new:
-            kind = Failure  # a place can be had there
             for name, content in files.items():
                 (new / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
             save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise kind(f"cannot export to {path} ({error}). Make room, or name another folder.") from None
+        raise Failure(f"cannot export to {path} ({error}). Make room, or name another folder.") from None
 
 
 def target(config: ModelConfig, folder: str | Path) -> Path:

@@ -62,7 +62,7 @@ class GPT2BPE:
     start = END_OF_TEXT
 
     def __init__(self, path: Path = VOCAB_BPE):
-        import tiktoken  # here, since a run on bytes does not need it
+        import tiktoken  # here: a run on bytes does not need it
         from tiktoken_ext.openai_public import r50k_pat_str
 
         try:
@@ -115,16 +115,16 @@ def stored_in(folder: Path) -> list[Path]:
 def require_stored(tokenizer, folder: Path):
     """Raise Mistake if the folder has the files of another tokenizer than this one; it may have ids beyond ours."""
     model = tokenizer.to_json()["model"]
-    own = {"vocab": model["vocab"], "merges": _ranks(model["merges"])}
+    ours = {"vocab": model["vocab"], "merges": _ranks(model["merges"])}
     for path in stored_in(folder):
         try:
-            for part, theirs in _content(path, tokenizer.vocab_size).items():
-                for key in (*own[part], *theirs):
-                    if own[part].get(key) != theirs.get(key):
-                        raise ValueError(f"{key!r:.80} is {theirs.get(key)}, not {own[part].get(key)}")
+            for part, stored in _content(path, tokenizer.vocab_size).items():
+                for key in (*ours[part], *stored):
+                    if ours[part].get(key) != stored.get(key):
+                        raise ValueError(f"{key!r:.80} is {stored.get(key)}, not {ours[part].get(key)}")
         except Mistake:  # it cannot be read
             raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = str(error) if type(error) is ValueError else f"no byte pairs, {error!r:.80}"
             raise Mistake(
                 f"the weights have another tokenizer than {tokenizer.name} ({path}: {reason}). "

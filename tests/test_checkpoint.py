@@ -145,6 +145,7 @@ def test_what_a_kill_left_behind_is_cleared_and_never_read(tmp_path):
     (tmp_path / "step-000004" / "state.json").write_text("{}", encoding="utf-8")
     assert checkpoint.find(tmp_path, "last").name == "step-000002"
     checkpoint.try_folder(tmp_path)
+    checkpoint.leave_branch(tmp_path, {"step": 2, "best_step": 2})
     save(tmp_path, *everything, step=4)
     assert names(tmp_path) == ["best", "last", "step-000002", "step-000004"]
     assert checkpoint.load_model(tmp_path / "step-000004").config == everything[2].model
@@ -264,13 +265,13 @@ def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     assert new_run(str(run), "", False) == run and new_run(str(run), "", False) == run
     write_config(run)
     write(run / "probe.jsonl", '{"step": 0}\n')
-    assert new_run(str(run), "", False) == run and names(run) == []  # it had ended before its first line
+    assert new_run(str(run), "", False) == run and names(run) == [".lock"]  # it had ended before its first line
     for name in ("metrics.jsonl", "last"):
         write_config(run)
         write(run / name, "")
         with pytest.raises(Mistake, match=r"\(.*run\).*--resume.*--overwrite.*--out"):
             new_run(str(run), "", False)
-        assert new_run(str(run), "", True) == run and names(run) == []
+        assert new_run(str(run), "", True) == run and names(run) == [".lock"]
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work", encoding="utf-8")
     (foreign / "config.json").write_text('{"model_type": "gpt2", "format": 1, "steps": 9}', encoding="utf-8")

@@ -61,7 +61,7 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
             lowest, highest = [*map(min, by_step)], [*map(max, by_step)]
             axis.fill_between(steps, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
             late += [value for step, values in zip(steps, by_step) if step >= steps[-1] / 5 for value in values]
-        # Losses fall so far in the first steps that what differs later would be too small to see.
+        # Losses fall so far in the first steps that what differs later would not be visible.
         if late := [value for value in late if math.isfinite(value)]:
             margin = 0.05 * (max(late) - min(late)) + 1e-3
             axis.set_ylim(min(late) - margin, max(late) + margin)
@@ -147,7 +147,6 @@ def _name_lines(axis):
 
 
 def _save(figure, path: Path):
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(), new_file(path) as new:  # so that nobody opens half a picture
         warnings.filterwarnings("ignore", "Glyph")  # a run's name may have letters that the font lacks

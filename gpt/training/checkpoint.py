@@ -59,8 +59,6 @@ def save(run: Path, weights: dict, moments: dict, state: dict):
     folder = path_of(run, state["step"])
     flat_moments = {f"{name}/{key}": value for name, own in moments.items() for key, value in own.items()}
     try:
-        if folder.exists():  # a kill came before `last` was moved: nothing points at it
-            _delete(folder)
         with new_folder(folder) as new:
             for name, tensors in (("model", weights), ("optimizer", flat_moments)):
                 # safetensors takes no transposed tensor, and none that shares its memory with another.
@@ -70,7 +68,7 @@ def save(run: Path, weights: dict, moments: dict, state: dict):
             (new / "state.json").write_text(json.dumps(state | {"sha256": checksums}, indent=1), encoding="utf-8")
         write(run / "last", str(state["step"]))
     except (OSError, SafetensorError) as error:  # a full disk is either
-        remedy = "Make room, or mend that; earlier checkpoints are intact: --resume"
+        remedy = "Make room, or mend that; earlier checkpoints are intact"
         raise Failure(f"cannot save step {state['step']} ({error}). {remedy}") from None
 
 
@@ -103,14 +101,14 @@ def tidy(run: Path, state: dict, keep: int):
 
 def leave_branch(run: Path, state: dict):
     """Delete the checkpoints of steps after `state["step"]`, where the run goes on: another branch made them."""
-    if later := [path for path in _checkpoints(run) if _step(path) > state["step"]]:
-        write(run / "last", str(state["step"]))
-        if state["best_step"] is not None:
-            write(run / "best", str(state["best_step"]))
-        elif (run / "best").exists() and find(run, "best") in later:
-            (run / "best").unlink()
-    for path in later:
-        _delete(path)
+    write(run / "last", str(state["step"]))
+    if state["best_step"] is None:
+        (run / "best").unlink(missing_ok=True)
+    else:
+        write(run / "best", str(state["best_step"]))
+    for path in _checkpoints(run):
+        if _step(path) > state["step"]:
+            _delete(path)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -140,7 +138,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         if which is not None:
             raise Mistake(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
-    if not (folder / "last").exists():
+    if not _checkpoints(folder):
         runs = saved_runs(folder) or saved_runs()
         remedy = f"Runs that have one: {', '.join(map(str, runs[-4:]))}." if runs else "Train one: python train.py"
         raise Mistake(f"no checkpoint there ({folder.absolute()}). {remedy}")
@@ -149,6 +147,8 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     step = which
     if which in ("best", "last") and (folder / which).exists():
         step = (folder / which).read_text(encoding="utf-8", errors="replace").strip()
+    elif which == "last":  # a kill came before it was written
+        step = str(_step(_checkpoints(folder)[-1]))
     checkpoint = path_of(folder, int(step)) if step.isdecimal() and len(step) < 20 else None
     if checkpoint is None or not checkpoint.is_dir():
         place = which if step == which else f"{which}, step {step},"
@@ -236,11 +236,12 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
 def _tensors(checkpoint: Path, name: str, state: dict) -> dict[str, torch.Tensor]:
     path = checkpoint / name
     try:
-        if state.get("sha256", {}).get(name, actual := sha256(path)) != actual:
+        actual = sha256(path)
+        if state.get("sha256", {}).get(name, actual) != actual:
             raise ValueError("its checksum differs from state.json's")
         if not str(path).isprintable():  # a byte that is not UTF-8: safe_open refuses it
             return load(path.read_bytes())
-        with safe_open(path, framework="pt") as file:  # copied, since Windows deletes no file that is mapped
+        with safe_open(path, framework="pt") as file:  # copied: Windows deletes no file that is mapped
             return {key: file.get_tensor(key).clone() for key in file.keys()}
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # torch's, for a file that does not open
         raise _damaged(path, error) from None

@@ -9,7 +9,6 @@ import os
 import shlex
 import stat
 import sys
-import time
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,7 @@ SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-LARGEST, LONGEST = 2**24, 300  # bytes and seconds that a download may have
+LARGEST = 2**24  # bytes that a download may have
 
 CONTROLS = bytes(range(9))  # UTF-16 and UTF-32 have them in most of their even or odd bytes, and texts hardly any
 Passed = dict[str, list[Path]]  # files and folders that are not read, by the reason
@@ -41,7 +40,7 @@ def load(data: str, tokenizer, tell: Callable[[str], object] = lambda text: None
     mark. `tell` is called with what was read and checked of a folder. Raises Mistake if the corpus is missing, empty,
     not UTF-8, damaged, or prepared for another tokenizer.
     """
-    if data and data not in CORPORA and shards.are_in(Path(data)):
+    if data not in CORPORA and shards.are_in(Path(data)):
         ids = shards.read(Path(data), tokenizer)
         tell(f"{len(ids.files):,} files of {len(ids) * ids.dtype.itemsize:,} bytes, {ids.checked:,} of them checked")
         return ids
@@ -58,7 +57,7 @@ def digest(ids: np.ndarray | shards.Shards) -> str:
 
 def resolve(data: str) -> str:
     """`data` with a path made absolute: the same corpus in whatever folder a run is continued."""
-    return data if data in CORPORA or not data else str(Path(data).absolute())
+    return data if data in CORPORA else str(Path(data).absolute())
 
 
 def name(data: str) -> str:
@@ -192,13 +191,10 @@ def shakespeare() -> list[str]:
 def download(url: str, sha256: str, path: Path) -> bytes:
     """The content of `url`, kept as `path` as well, if that can be written. Raises Mistake, and leaves nothing, if it
     cannot be fetched or has another checksum."""
-    remedy, content, end = f"Fetch it another way and save it as {path}.", b"", time.monotonic() + LONGEST
+    remedy = f"Fetch it another way and save it as {path}."
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
-            while len(content) <= LARGEST and (part := response.read1(2**16)):
-                content += part
-                if time.monotonic() > end:
-                    raise TimeoutError(f"it takes more than {LONGEST} s")
+            content = response.read(LARGEST + 1)
     except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
         reason = getattr(error, "reason", None) or str(error) or repr(error)
         raise Mistake(f"cannot download ({url}: {reason}). {remedy}") from None

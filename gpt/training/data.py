@@ -52,7 +52,7 @@ class Data:
 
     def few_rows(self) -> torch.Tensor:
         """Up to four fixed rows to probe a model with: the first windows for validation or, without any, rows of the
-        first batch; at most 256 tokens of each, since longer ones show the same and take long in a large model."""
+        first batch; at most 256 tokens of each: longer ones show the same, and take long in a large model."""
         return next(self.windows(4), self.batch(0)[:4])[:, :257]
 
     def windows(self, rows: int, rank: int = 0, size: int = 1) -> Iterator[torch.Tensor]:

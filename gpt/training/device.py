@@ -88,7 +88,7 @@ class GPTByColumns(GPT):
 
 def for_sampling(model: GPT, compute: Compute) -> GPT:
     """`model`, in place, in evaluation mode, on the device and with its weights in the number format. On an x86 CPU its
-    matrices are laid out by columns; in float16 they are not, since there torch is as fast by rows."""
+    matrices are laid out by columns; in float16 they are not: there torch is as fast by rows."""
     model.eval().to(compute.device, DTYPES[compute.dtype])
     columns = compute.device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
     if columns and compute.dtype != "float16":

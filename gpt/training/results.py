@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt.config import Mistake
 from gpt.files import FORMAT, read_json, say, write
-from gpt.training.run import delete_run, is_run
+from gpt.training.run import delete_run, has_checkpoint, is_run
 from gpt.training.settings import SETTINGS, configure, flat
 
 
@@ -55,7 +55,7 @@ def resolved(settings: dict) -> dict:
     return settings | {"micro_batch_size": config.micro_size(), "save_every": config.save_every or config.eval_every}
 
 
-def another(results: dict, settings: dict) -> tuple | None:
+def first_difference(results: dict, settings: dict) -> tuple | None:
     """The name of the first setting that is another in these results, its value there, and here; None if all agree."""
     stored, settings = resolved(results["settings"]), resolved(settings)
     values = ((name, stored.get(name), value) for name, value in settings.items())
@@ -75,7 +75,9 @@ def _taken(out: Path, settings: dict) -> bool:
         results = read_results(out)
     except Mistake:  # it is no comparison
         return True
-    return (out.exists() and not out.is_dir()) or (results is not None and another(results, settings) is not None)
+    return (out.exists() and not out.is_dir()) or (
+        results is not None and first_difference(results, settings) is not None
+    )
 
 
 def make_folder(out: Path):
@@ -102,11 +104,11 @@ def open_results(out: Path, settings: dict, code: dict[str, str], overwrite: boo
             delete_run(run)
         results = None
     results = {"format": FORMAT, "settings": settings, "runs": {}, "code": {}} | (results or {})
-    if different := another(results, settings):
+    if different := first_difference(results, settings):
         name, there, here = different
         values = f"{there}, not {here}, in {out}"
         raise Mistake(f"the comparison has another {name} ({values}). Leave it, or name another --out.")
-    begun = [name for name in code if name in results["runs"] or (out / name / "last").exists()]
+    begun = [name for name in code if name in results["runs"] or has_checkpoint(out / name)]
     if changed := [name for name in begun if results["code"].get(name, code[name]) != code[name]]:
         runs = f"{', '.join(changed)} in {out}"
         raise Mistake(

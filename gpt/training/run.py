@@ -17,6 +17,11 @@ FILES = "best|last|metrics.jsonl|probe.jsonl|curve.png|probe.png|config.json"
 WRITTEN = rf"{FILES}|\.({FILES})\.new|step-\d{{6,}}|\.step-\d{{6,}}(-old|\.new)|events\.out\.tfevents\..*"
 
 
+def has_checkpoint(run: Path) -> bool:
+    """Whether the run can be resumed."""
+    return any(path.name[5:].isdecimal() for path in run.glob("step-*"))
+
+
 def is_run(folder: Path) -> bool:
     """Whether the folder has a run's config.json. Other programs write a file of that name too."""
     try:
@@ -26,12 +31,10 @@ def is_run(folder: Path) -> bool:
 
 
 def delete_run(run: Path):
-    """Delete what training has written into the folder, and no other file; the folder too, if it is empty then."""
+    """Delete what training has written into the folder, and no other file."""
     paths = [path for path in run.iterdir() if re.fullmatch(WRITTEN, path.name)]
     for path in sorted(paths, key=lambda path: path.name == "config.json"):  # by which a run is known
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if [path.name for path in run.iterdir()] in ([], [".lock"]):
-        shutil.rmtree(run)
 
 
 def new_run(out: str | None, name: str, overwrite: bool) -> Path:
@@ -62,8 +65,7 @@ def _clear(run: Path, overwrite: bool):
     if run.is_file() or (run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir())):
         if not is_run(run):
             raise Mistake(f"the output folder is not a run ({run.absolute()}). Name another with --out.")
-        begun = (run / "last").exists() or (run / "metrics.jsonl").exists()
-        if begun and not overwrite:
+        if (has_checkpoint(run) or (run / "metrics.jsonl").exists()) and not overwrite:
             raise Mistake(f"there is a run already ({run.absolute()}). Use --resume, --overwrite or another --out.")
         with held(run):
             delete_run(run)
@@ -71,7 +73,8 @@ def _clear(run: Path, overwrite: bool):
 
 def saved_runs(runs: Path = Path("runs")) -> list[Path]:
     """The runs that have a checkpoint, the one that saved last at the end."""
-    return [path.parent for path in sorted(runs.glob("*/last"), key=lambda path: path.stat().st_mtime)]
+    saved = (path for path in runs.glob("*/last") if has_checkpoint(path.parent))
+    return [path.parent for path in sorted(saved, key=lambda path: path.stat().st_mtime)]
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:

@@ -1,8 +1,8 @@
 """A prepared corpus: token ids in files of one size, and a meta.json that describes them."""
 
 import bisect
-import contextlib
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -68,7 +68,7 @@ class Shards:
         return ids
 
     def check(self, shards: list[dict]):
-        """Compare files with their checksums, up to CHECKED bytes in all, those that were changed last first. Raises
+        """Compare files with their checksums, up to CHECKED bytes in all, the newest first. Raises
         ValueError with the place of what is wrong."""
         for number in sorted(range(len(shards)), key=lambda number: -self.files[number][1]):
             path, count = self.files[number][0], shards[number]["tokens"]
@@ -97,12 +97,16 @@ def _unknown_id(ids: np.ndarray, vocab_size: int, first: int) -> str | None:
 
 def _stored(path: Path, *keys: str) -> dict:
     """The object in meta.json or .progress.json; empty if that is missing, damaged, or written by another program. A
-    file that cannot be read is an OSError: it may be ours."""
-    if os.path.exists(path):
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            stored = json.loads(read_text(path, 2**30))
-            if {"shards", *keys} <= stored.keys() and all(NAME.fullmatch(each["name"]) for each in stored["shards"]):
-                return stored
+    file that is there and cannot be read is an OSError: it may be ours."""
+    try:
+        stored = json.loads(read_text(path, 2**30))
+        ours = {"shards", *keys} <= stored.keys() and all(NAME.fullmatch(each["name"]) for each in stored["shards"])
+        return stored if ours else {}
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
     return {}
 
 
@@ -164,7 +168,7 @@ def _name(number: int) -> str:
 
 class Writer:
     """Writes ids into files of `size` tokens. A file gets its name when it is full and on the disk. The folder's old
-    corpus stays as it is until finish(), since the new files have higher numbers.
+    corpus stays as it is until finish(): the new files have higher numbers.
 
     After each file, .progress.json records how many calls of add() are done (`position`) and how many ids of the next
     call are written (`skip`). A Writer of the same `source`, a JSON-able description of the input, goes on from there
@@ -175,15 +179,15 @@ class Writer:
         self.folder, self.size = folder, size
         self.tokenizer, self.dtype = identity(tokenizer), np.dtype(tokenizer.dtype)
         self.source = source | {"tokenizer": self.tokenizer, "size": size}
-        progress = unfinished(folder)
+        progress, old = unfinished(folder), [shard["name"] for shard in whole(folder).get("shards", [])]
         if progress.get("source") != self.source:
             if progress.get("shards") and not overwrite:
                 raise Mistake(f"the folder has a part of another corpus ({folder.absolute()}). Give --overwrite.")
             if progress:
-                self._clear(progress)
+                self._clear(progress, kept=old)
             numbers = [int(path.stem) for path in folder.glob("*.bin") if NAME.fullmatch(path.name)]
             progress = {"first": max(numbers, default=-1) + 1, "shards": [], "position": 0, "skip": 0}
-            progress["replaces"] = [shard["name"] for shard in whole(folder).get("shards", [])]
+            progress["replaces"] = old
         self.first, self.replaces = progress.get("first", 0), progress.get("replaces", [])
         self.shards, self.position, self.skip = (progress[name] for name in ("shards", "position", "skip"))
         (folder / PART).unlink(missing_ok=True)
@@ -213,7 +217,7 @@ class Writer:
         meta = {"tokenizer": self.tokenizer, "dtype": self.dtype.name, "shards": self.shards, **counts}
         meta["tokens"] = sum(shard["tokens"] for shard in self.shards)
         write(self.folder / META, json.dumps(meta, indent=1))
-        self._clear(self._progress())
+        self._clear(self._progress(), kept=[shard["name"] for shard in self.shards])
         return meta
 
     def _finish_file(self):
@@ -231,13 +235,13 @@ class Writer:
     def _record(self):
         write(self.folder / PROGRESS, json.dumps(self._progress()))
 
-    def _clear(self, progress: dict):
-        """Delete what was made or is replaced, as .progress.json records it, but for the whole corpus in the folder."""
-        first, kept = progress.get("first", 0), {shard["name"] for shard in whole(self.folder).get("shards", [])}
+    def _clear(self, progress: dict, kept: list[str]):
+        """Delete what was made or is replaced, as .progress.json records it, but for the files that are `kept`."""
+        first = progress.get("first", 0)
         # One more than recorded: a kill may come between a file's name and its record.
         made = {_name(number) for number in range(first, first + len(progress["shards"]) + 1)}
         with courtesy("delete old files of ids", OSError):
-            for name in made.union(progress.get("replaces", [])) - kept:
+            for name in made.union(progress.get("replaces", [])).difference(kept):
                 if NAME.fullmatch(name):
                     (self.folder / name).unlink(missing_ok=True)
             (self.folder / PROGRESS).unlink(missing_ok=True)
