@@ -10,11 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
-from gpt.command_line import CommandLine, Progress, tell
+from gpt.command_line import CommandLine
 from gpt.config import Mistake, lookup
 from gpt.files import courtesy, held, read_lines, write
+from gpt.screen import Progress, is_terminal, tell
 from gpt.study import comparison
 from gpt.training.report import require_tensorboard
 from gpt.training.results import code_of, default_folder, make_folder, open_results, run_name, save_results
@@ -186,7 +187,7 @@ def compare(flags: dict) -> int | None:
         with courtesy("draw the pictures"):
             draw(plan, out, results["runs"], title)
             files += ["curves.png", "depth.png"]
-    columns = comparison.SHORT if sys.stdout.isatty() else None
+    columns = comparison.SHORT if is_terminal(sys.stdout) else None
     tell("\n" + comparison.markdown([row[:columns] for row in rows]))
     tell(f"\n{out}: {', '.join(files)}")
     if others := {run["norm"] for run in results["runs"].values()} - {*placements}:

@@ -4,11 +4,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, ModelConfig, unknown
-from gpt.files import courtesy, read_lines, say
+from gpt.files import courtesy, read_lines
+from gpt.screen import say
 from gpt.training.run import has_checkpoint
 from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights
 

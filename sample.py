@@ -7,7 +7,7 @@ import secrets
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, lookup
@@ -92,9 +92,9 @@ def read_prompt(words) -> str:
         # fsencode: the bytes that were typed, whatever the locale made of them.
         typed = words.prompt_file is None
         raw = os.fsencode(words.prompt or "") if typed else Path(words.prompt_file).read_bytes()
-        return raw.decode("utf-8")
+        return raw.decode("utf-8" if typed else "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise Mistake(f"cannot read the prompt ({error}). Give UTF-8 text.") from None
+        raise Mistake(f"cannot read the prompt ({error}). Give UTF-8 text, or the name of a file with it.") from None
 
 
 def main(argv: list[str]):

@@ -5,11 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `python -P` leaves it out
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
-from gpt.command_line import CommandLine, tell
+from gpt.command_line import CommandLine
 from gpt.config import Mistake
 from gpt.files import courtesy, read_lines
+from gpt.screen import tell
 from gpt.training.distributed import reported
 from gpt.training.report import closing, stopped
 from gpt.training.run import StopRequest, has_checkpoint, newest_run

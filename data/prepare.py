@@ -18,11 +18,12 @@ import threading
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpt.command_line import CommandLine, installed, tell
+from gpt.command_line import CommandLine, installed
 from gpt.config import Failure, Mistake, lookup
 from gpt.files import held
+from gpt.screen import tell
 
 with installed():
     import numpy as np
@@ -234,9 +235,7 @@ def main(argv: list[str]):
     command.add_argument("--workers", **workers, help="processes (default: one for each core, %(default)s)")
     size = {"type": int, "default": 2**27, "metavar": "N"}
     command.add_argument("--shard-tokens", **size, help="tokens in a shard (default: %(default)s)")
-    command.add_argument(
-        "--overwrite", action="store_true", help="replace the prepared corpus in --out, when the new one is whole"
-    )
+    command.add_argument("--overwrite", action="store_true", help="replace the corpus in --out, at the end")
     arguments = command.parse_args(argv)
 
     def body():

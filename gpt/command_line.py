@@ -1,5 +1,4 @@
-"""A script on the terminal: settings as flags, each error as one line, and how far it is. Imports no torch, so that
---help is quick."""
+"""A script's command line: settings as flags, each error as one line. Imports no torch, so that --help is quick."""
 
 import argparse
 import ast
@@ -9,16 +8,16 @@ import errno
 import io
 import os
 import re
-import shutil
 import sys
-import textwrap
+import traceback
 import typing
 from pathlib import Path
 
 from gpt.config import TYPES, Failure, Mistake, one_of, type_of, unknown
-from gpt.files import say
+from gpt.screen import discard_output, say
 
 PACKAGES = {"torch", "numpy", "safetensors", "tiktoken", "tqdm", "matplotlib"}  # in requirements.txt
+SPOKEN = ("true", "false", "none", "yes", "no", "on", "off", "0", "1", "")  # what is meant as a switch's value
 SIZES = ("--batch-size", "--micro-batch-size", "--context-length", "--d-model")  # what memory grows with
 
 
@@ -57,7 +56,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def _joined(self, argv: list[str]) -> typing.Iterator[str]:
         """The words, with dashes for underscores in flags, and each flag joined to its value, which may begin with a
-        dash. The value of a switch, as --bias, is true, false or none; another word stands for itself."""
+        dash. The value of a switch, as --bias, is one of SPOKEN, of which only true, false and none are accepted."""
         flags, words = self._option_string_actions, list(argv)
         while words:
             word, equals, value = words.pop(0).partition("=")
@@ -65,7 +64,7 @@ class CommandLine(argparse.ArgumentParser):
             if flag in flags and not equals:
                 after = words[0] if words else None
                 if flags[flag].const is True and flags[flag].nargs == "?":
-                    spoken = after is not None and after.lower() in ("true", "false", "none")
+                    spoken = after is not None and after.lower() in SPOKEN
                     equals, value = "=", words.pop(0) if spoken else "true"
                 elif flags[flag].nargs is None and after and after.partition("=")[0].replace("_", "-") not in flags:
                     equals, value = "=", words.pop(0)
@@ -88,13 +87,11 @@ class CommandLine(argparse.ArgumentParser):
     def run(self, body: typing.Callable[[], int | None]):
         """Leave the program with the status that `body` returns; a Mistake is one line and 2, a Failure or a system
         call that fails one line and 1. It is no failure if nobody reads the output any more."""
-        typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8", errors="replace")
+        with contextlib.suppress(AttributeError):  # a notebook's stream is no TextIOWrapper
+            typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8", errors="replace")
         try:
             with installed():
                 sys.exit(body())
-        except BrokenPipeError:
-            discard_output()
-            sys.exit(0)
         except KeyboardInterrupt:
             sys.exit(130)
         except Mistake as error:
@@ -102,8 +99,11 @@ class CommandLine(argparse.ArgumentParser):
         except Failure as error:
             self.fail(str(error))
         except OSError as error:
-            if error.errno is None:  # not raised by a call to the system
+            if error.errno is None or in_model(error):  # not raised by a call to the system, or not by ours
                 raise
+            if isinstance(error, BrokenPipeError):
+                discard_output()
+                sys.exit(0)
             if error.errno == errno.ENAMETOOLONG:
                 self.fail(f"no file can have this name ({error.filename}: {error.strerror}). Give a shorter one.", 2)
             place = error.filename or "the output"
@@ -171,77 +171,7 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or own or any(each in str(error) for each in words)
 
 
-def discard_output():
-    """Let what is printed from here on go nowhere."""
-    with contextlib.suppress(OSError):  # stdout is no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def tell(text: str):
-    """Print lines on stdout, above the bar. It is a courtesy: where nobody can read them, the work goes on."""
-    from tqdm import tqdm
-
-    try:
-        tqdm.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        say(f"warning: the output cannot be written ({error.strerror}). Going on without it.")
-        discard_output()
-
-
-class Progress:
-    """The progress of one run or several: a bar with the time left where stderr is a terminal, and lines on stdout that
-    stay. `label` names one of several runs; those print less."""
-
-    def __init__(self, total: int, done: int = 0, shown: bool = True):
-        from tqdm import tqdm
-
-        self.label = ""
-        self._warned: set[str] = set()
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            disable=not (shown and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns),
-            leave=False,
-            dynamic_ncols=True,
-            # What matters most comes first: a narrow terminal shows no more.
-            bar_format="{desc}{percentage:3.0f}%  {remaining} left{postfix}  {bar}",
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self._bar.close()
-
-    def write(self, text: str):
-        """Print lines above the bar, broken where the terminal ends."""
-        if sys.stdout.isatty():
-            wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=8 * " ")
-            wrapper.break_long_words = wrapper.break_on_hyphens = False  # a path should stay one word
-            text = "\n".join(map(wrapper.fill, text.splitlines()))
-        tell(text)
-
-    def warn(self, text: str):
-        """Print a warning on stderr, once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            with self._bar.external_write_mode(sys.stderr):
-                say(text)
-
-    def begin(self, text: str, warnings: list[str]):
-        """Print what a run is about to do."""
-        if not self.label:
-            self.write(text)
-        self._bar.set_description_str(self.label)
-        for warning in warnings:
-            self.warn(warning)
-
-    def step(self, count: int = 1):
-        self._bar.update(count)
-
-    def log(self, line: str, evaluated: bool):
-        """Show a step's line. It stays if there is no bar, or if it has a validation loss and there is one run only."""
-        self._bar.set_postfix_str(" ".join(line.split()))
-        if self._bar.disable or (evaluated and not self.label):
-            self.write(self.label + line)
+def in_model(error: Exception) -> bool:
+    """Whether the error comes from making or calling a model: our layers open no files, so a placement has a bug."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return str(Path(__file__).with_name("model.py")) in files

@@ -11,23 +11,16 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from gpt.config import Mistake
+from gpt.screen import say
 
 FORMAT = 1  # the version of config.json, state.json and results.json
 LARGEST = 2**24  # bytes; GPT-2's tokenizer.json has 3.6 million. An untrusted file may be larger than the memory
 # What a file system answers that does not have a call: network drives lack fsync, flock or chmod.
 LACKING = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
-
-
-def say(text: str):
-    """Print a line on stderr, or nothing if nobody can read it."""
-    if sys.stderr:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-            print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -56,14 +56,15 @@ class GPT(nn.Module):
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def with_weights(stored: ModelConfig, weights: dict[str, torch.Tensor], config: ModelConfig | None = None) -> GPT:
+def with_weights(stored: ModelConfig, weights: dict[str, torch.Tensor], config: ModelConfig | None, device: str) -> GPT:
     """The model that has these `weights`, those of a `stored` architecture, in evaluation mode. `config` may differ
-    from it in its dropout and in a shorter context_length, which crops the table of positions. Raises Mistake if the
-    model cannot be made, or if the weights do not fit it."""
+    from it in its dropout and in a shorter context_length, which crops the table of positions. The `device` "meta"
+    makes shapes alone: it is quick, and loses tensors that a placement makes and that are not among the weights; "cpu"
+    keeps them. Raises Mistake if the model cannot be made, or if the weights do not fit it."""
     config = config or stored
     if config.n_layers > len(weights):  # before anything is made as large as an untrusted file says
         raise Mistake(f"{len(weights)} tensors, {config.n_layers} blocks")
-    with torch.device("meta"):  # shapes alone
+    with torch.device(device), torch.random.fork_rng(devices=[]):
         model = GPT(config)
     positions = weights.get("position_embedding.weight")
     if positions is not None and positions.shape[:1] == (stored.context_length,):

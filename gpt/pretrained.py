@@ -7,6 +7,7 @@ python -m gpt.pretrained export RUN FOLDER     a run -> a folder that transforme
 import contextlib
 import difflib
 import json
+import logging
 import os
 import re
 import sys
@@ -67,6 +68,7 @@ def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each new try
         for file in files:
             try:  # first without asking whether there is a newer one
                 path = hf_hub_download(repository, file, local_files_only=True)
@@ -163,7 +165,7 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     require_same(stored, config or stored, str(folder), shorter=True)
     weights = _tensors(folder, stored)
     try:
-        return with_weights(stored, weights, config)
+        return with_weights(stored, weights, config, "meta")
     except Mistake as error:
         raise _unusable(folder, error) from None
 

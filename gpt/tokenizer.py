@@ -147,9 +147,12 @@ def _content(path: Path, size: int) -> dict[str, dict]:
     stored, merges = read_json(path), {}
     if path.name == "tokenizer.json":
         splits, model = stored["pre_tokenizer"], stored["model"]
-        if stored.get("normalizer") or splits["type"] != "ByteLevel" or not splits.get("use_regex", True):
-            raise ValueError("another normalizer or pre_tokenizer")
+        plain = splits["type"] == "ByteLevel" and splits.get("use_regex", True) and not splits.get("add_prefix_space")
+        if not plain or stored.get("normalizer") or model.get("dropout") or model.get("ignore_merges"):
+            raise ValueError("another normalizer or pre_tokenizer, or other merging")
         special = {token["content"]: token["id"] for token in stored.get("added_tokens", [])}
+        if whole := [word for word in special if special[word] < size and word != END_OF_TEXT]:
+            raise ValueError(f"{whole[0]!r:.80} is not split")
         stored, merges = model["vocab"] | special, {"merges": _ranks(model["merges"])}
     return {"vocab": {word: i for word, i in stored.items() if i < size}} | merges
 

@@ -266,9 +266,9 @@ def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     write_config(run)
     write(run / "probe.jsonl", '{"step": 0}\n')
     assert new_run(str(run), "", False) == run and names(run) == [".lock"]  # it had ended before its first line
-    for name in ("metrics.jsonl", "last"):
+    for name in ("metrics.jsonl", "step-000001"):
         write_config(run)
-        write(run / name, "")
+        (run / name).mkdir()
         with pytest.raises(Mistake, match=r"\(.*run\).*--resume.*--overwrite.*--out"):
             new_run(str(run), "", False)
         assert new_run(str(run), "", True) == run and names(run) == [".lock"]
@@ -328,7 +328,19 @@ class Transposed(PreLN):
         self.mlp.down.weight = torch.nn.Parameter(self.mlp.up.weight.data.t())
 
 
-@pytest.mark.parametrize("block", [SharedNorm, Transposed])
+class Constant(PreLN):
+    """It has a tensor that is no weight."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.half = torch.linspace(0, 1, 3)[1]
+        self.third = torch.linspace(0, 1, 4)[1].item()
+
+    def forward(self, x):
+        return self.third * super().forward(x) + self.half * x
+
+
+@pytest.mark.parametrize("block", [SharedNorm, Transposed, Constant])
 def test_weights_that_share_memory_are_saved_and_trained_further(tmp_path, text_file, monkeypatch, quick, block):
     monkeypatch.setitem(BLOCKS, "mine", block)
     config = toy_config(norm="mine", data=str(text_file), steps=4, save_every=2)
@@ -336,6 +348,7 @@ def test_weights_that_share_memory_are_saved_and_trained_further(tmp_path, text_
     train.train(config, str(tmp_path / "r"), resume="2")
     loaded, again = (checkpoint.load_model(tmp_path / "r" / f"step-00000{step}") for step in (2, 4))
     assert set(loaded.state_dict()) == set(GPT(again.config).state_dict())
+    assert again(toy_tokens()).isfinite().all()
     assert not torch.equal(loaded.blocks[0].attn_norm.weight, again.blocks[0].attn_norm.weight)
 
 

@@ -229,7 +229,7 @@ BAD_TRAIN = [
     (["--out", "r", "--resume", "--checkpoint", LONG], "no checkpoint"),
     ([LONG], "xxx", ".toml"),
     (["nul.toml"], "data", "NUL"),
-    (["--data", "a\0b"], r"(a\x00b)", "NUL"),
+    (["--data", "a\0b"], r"a\x00b", "NUL"),
     (["--overwrite"], "(none)", "--out"),
     (["--out", ""], "(none)", "--out"),
     (["--data", ""], "data", "()"),
@@ -393,6 +393,8 @@ BUGS = [
     KeyError("attn_norm"),
     ModuleNotFoundError("No module named 'mine'", name="mine"),
     OSError("no call to the system failed"),
+    FileNotFoundError(2, "No such file or directory", "my_table.bin"),
+    BrokenPipeError(32, "Broken pipe"),
     FloatingPointError("underflow"),
     AssertionError(),
 ]

@@ -198,6 +198,8 @@ def test_help_has_groups_and_the_names_of_placements_and_norms():
         (["--config", "3"], r"\(--config\)\. See --help\.$"),
         (["--verbose"], r"\(--verbose\)\. See --help\.$"),
         (["--bias=maybe"], r"--bias.*true or false.*'maybe'.*--help"),
+        (["--bias", "0"], r"--bias.*true or false.*'0'"),
+        (["--tensorboard", "no"], r"--tensorboard.*true or false.*'no'"),
         (["--bias", "none"], r"--bias.*true or false.*'none'"),
         (["--steps", "none"], r"--steps.*'none'"),
         (["--steps", "1e3"], r"--steps.*'1e3'"),

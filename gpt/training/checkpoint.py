@@ -140,7 +140,8 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         return folder
     if not _checkpoints(folder):
         runs = saved_runs(folder) or saved_runs()
-        remedy = f"Runs that have one: {', '.join(map(str, runs[-4:]))}." if runs else "Train one: python train.py"
+        names = ", ".join(map(str, runs[-4:]))
+        remedy = f"Runs that have one: {names}." if runs else "Train one: python train.py --norm pre."
         raise Mistake(f"no checkpoint there ({folder.absolute()}). {remedy}")
     if which is None:
         which = "best" if (folder / "best").exists() else "last"
@@ -189,7 +190,7 @@ def load_model(folder: str | Path, config: ModelConfig | None = None) -> GPT:
     require_same(stored.model, config or stored.model, str(folder), shorter=True)
     weights = _tensors(checkpoint, "model.safetensors", state)
     try:
-        return with_weights(stored.model, weights, config)
+        return with_weights(stored.model, weights, config, "cpu")
     except Mistake as error:  # names and shapes are those of the code that saved it
         raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
 

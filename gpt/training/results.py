@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from gpt.config import Mistake
-from gpt.files import FORMAT, read_json, say, write
+from gpt.files import FORMAT, read_json, write
+from gpt.screen import say
 from gpt.training.run import delete_run, has_checkpoint, is_run
 from gpt.training.settings import SETTINGS, configure, flat
 

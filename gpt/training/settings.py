@@ -134,6 +134,7 @@ def read_toml(path: str | Path) -> dict:
     """The settings of a TOML file. Raises Mistake if it cannot be read."""
     try:
         settings = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        str(settings)  # raises a ValueError for a whole number of more than 4,300 digits
         for name in settings:
             if isinstance(settings[name], dict):
                 raise ValueError(f"a table, [{name}]")

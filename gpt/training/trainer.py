@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt.command_line import Progress
 from gpt.config import Mistake, lookup
-from gpt.files import append, held, say, write
+from gpt.files import append, held, write
 from gpt.loss import NextToken
 from gpt.model import GPT
+from gpt.screen import Progress, say
 from gpt.study.depth import depth_profile
 from gpt.tokenizer import TOKENIZERS
 from gpt.training import checkpoint, corpus, device, distributed, optim, report
