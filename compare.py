@@ -19,7 +19,7 @@ from gpt.screen import Progress, is_terminal, tell
 from gpt.study import comparison
 from gpt.training.report import require_tensorboard
 from gpt.training.results import code_of, default_folder, make_folder, open_results, run_name, save_results
-from gpt.training.run import StopRequest, has_checkpoint
+from gpt.training.run import StopRequest, checkpoints
 from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
 from train import train, update
 
@@ -100,7 +100,7 @@ def train_all(plan: Plan, out: Path, results: dict, stop) -> bool:
     from gpt.training.checkpoint import find, read_state
 
     runs, config = results["runs"], plan.config
-    begun = [name for name in plan.runs if name not in runs and has_checkpoint(out / name)]
+    begun = [name for name in plan.runs if name not in runs and checkpoints(out / name)]
     done = sum(read_state(find(out / name, "last"))[0]["step"] for name in begun)
     done += len(plan.runs.keys() & runs.keys()) * config.steps
     width = max(map(len, plan.runs)) + 2
@@ -136,7 +136,7 @@ def train_one(config: TrainConfig, run: Path, resume: bool, stop, progress: Prog
         progress.step(config.steps - error.step)
     except Mistake as error:
         raise (Mistake(f"{error} Or delete {run}, and it is done again.") if resume else error) from None
-    speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl")]
+    speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl") if "tokens_per_s" in record]
     return outcome | {"tokens_per_s": round(statistics.median(speeds)) if speeds else None}
 
 

@@ -10,7 +10,7 @@ from gpt.command_line import CommandLine
 from gpt.config import Mistake, ModelConfig, unknown
 from gpt.files import courtesy, read_lines
 from gpt.screen import say
-from gpt.training.run import has_checkpoint
+from gpt.training.run import checkpoints
 from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights
 
 DEPTH = 24  # blocks by default: enough to see where placements differ
@@ -86,7 +86,7 @@ def probe(flags: dict):
     TrainConfig(seed=seed)  # checks it
     if out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise Mistake(f"no such kind of picture ({out}). Name a .png, .svg or .pdf.")
-    run = next((name for name in names if has_checkpoint(Path(name)) or pretrained.recognizes(name)), None)
+    run = next((name for name in names if checkpoints(Path(name)) or pretrained.recognizes(name)), None)
     if (alone := run or ("stack" if "stack" in names else None)) and (len(names) > 1 or flags):
         raise Mistake(f"nothing can be added to {alone} ({', '.join([*names, *flags])}). Leave the rest out.")
     records, start, counted = [], 1, "block"
@@ -103,7 +103,7 @@ def probe(flags: dict):
         size = f"{config.n_layers} blocks of width {config.d_model}"
         title = f"Signal and gradient by depth at the start of training, {size}: {', '.join(names)}"
     print_profiles(profiles, start)
-    with courtesy(f"draw {out}", (ImportError, RuntimeError, ValueError)):  # the errors of matplotlib
+    with courtesy(f"draw {out}"):
         draw(profiles, records, title, out, start, counted)
         print(f"\npicture {out}")
 

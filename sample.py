@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves i
 
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, lookup
+from gpt.screen import say
 from gpt.training.settings import assumed, from_weights
 
 
@@ -53,28 +54,28 @@ def sample(words, stack):
     model = device.for_sampling(load(source), compute)
     written = None if words.out is None else stack.enter_context(new_file(words.out))
     drawn = f"seed {seed}" if words.temperature else "greedy"
-    print(f"{source}: {config.model.norm}, {origin}; {drawn}", file=sys.stderr)
+    say(f"{source}: {config.model.norm}, {origin}; {drawn}")
 
-    def say(text):
+    def write(text):
         print(text, end="", flush=True)
         if written:
             written.write(text)
 
     context = config.model.context_length
     if len(tokenizer.encode_prompt(prompt)) > context:
-        print(f"warning: the model sees only the last {context} tokens of the prompt", file=sys.stderr)
+        say(f"warning: the model sees only the last {context} tokens of the prompt")
     for number in range(words.num_samples):
         if words.num_samples > 1:
-            head = f"--- sample {number + 1}, seed {seed + number}\n"
-            print(head, end="", file=sys.stderr)
+            head = f"--- sample {number + 1}, seed {seed + number}"
+            say(head)
             if written:
-                written.write(head)
-        say(prompt)
+                written.write(head + "\n")
+        write(prompt)
         for piece in stream_text(
             model, tokenizer, prompt, dataclasses.replace(sampling, seed=seed + number), words.stop
         ):
-            say(piece)
-        say("\n")
+            write(piece)
+        write("\n")
 
 
 def new_file(path: str):

@@ -13,7 +13,7 @@ from gpt.files import courtesy, read_lines
 from gpt.screen import tell
 from gpt.training.distributed import reported
 from gpt.training.report import closing, stopped
-from gpt.training.run import StopRequest, has_checkpoint, newest_run
+from gpt.training.run import StopRequest, checkpoints, newest_run
 from gpt.training.settings import SETTINGS, TrainConfig, configure, from_weights, read_toml
 
 # torch, and what imports it, is imported in the functions: `--help` should not wait for it.
@@ -136,7 +136,7 @@ def run(flags: dict) -> int:
     if resume and out is None:
         out = str(newest_run())
     which = "last" if which is None else which
-    begun = resume == "yes" or (resume == "auto" and has_checkpoint(Path(out)))
+    begun = resume == "yes" or (resume == "auto" and checkpoints(Path(out)))
     settings = ({} if path is None else read_toml(path)) | flags
     for name in settings.keys() & {*OPTIONS[1:]}:
         raise Mistake(f"that is a flag and no setting ({name} in {path}). Give --{name}.")

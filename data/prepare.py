@@ -4,33 +4,26 @@ A .txt file is one document; a .jsonl file has one in the "text" of each line; e
 preparation is killed, start it again: it goes on where its last finished shard ends."""
 
 import codecs
-import collections
-import contextlib
-import functools
 import json
-import multiprocessing
 import os
 import re
 import shlex
-import signal
 import sys
-import threading
-from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt.command_line import CommandLine, installed
-from gpt.config import Failure, Mistake, lookup
+from gpt.config import Failure, Mistake
 from gpt.files import held
 from gpt.screen import tell
 
 with installed():
-    import numpy as np
     from tqdm import tqdm
 
-    from gpt.tokenizer import TOKENIZERS
     from gpt.training import corpus, shards
+    from gpt.training.workers import begin, delayed, make_tokenizer, open_pool
 
 MOST_WORKERS = 61  # Windows cannot wait for more processes
 BLOCK = 2**20  # bytes read at a time, and about the characters that a worker encodes at a time
@@ -111,48 +104,6 @@ def batches(files: list[Path], passed: corpus.Passed):
         yield batch, size
 
 
-@functools.cache
-def make_tokenizer(name: str):
-    """The tokenizer of this name, made once in each process."""
-    return lookup(TOKENIZERS, name, "tokenizer")()
-
-
-def start_worker():
-    """Let a worker process leave Ctrl-C to its parent, and end when the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def encode(batch: list[tuple[bool, str]], name: str, first: bool) -> np.ndarray:
-    """The ids of a batch, with a separator before each document, except before the `first` batch."""
-    tokenizer = make_tokenizer(name)
-    separator = np.array(tokenizer.separator, dtype=tokenizer.dtype)
-    parts = []
-    for begins, text in batch:
-        parts += [separator, tokenizer.encode(text)] if begins else [tokenizer.encode(text)]
-    return np.concatenate(parts[1:] if first else parts)
-
-
-def delayed(items, count: int):
-    """The same items, each one only after `count` more have been taken: workers encode those in the meantime."""
-    waiting = collections.deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > count:
-            yield waiting.popleft()
-    yield from waiting
-
-
-def open_pool(workers: int):
-    """Worker processes. Raises Mistake if the system has none of what they need to talk to each other."""
-    try:
-        return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
-    except (OSError, ImportError, NotImplementedError) as error:  # their semaphores are files in /dev/shm, on Linux
-        reason = f"--workers {workers}: no semaphores, {error}"
-        raise Mistake(f"cannot start workers ({reason}). Make /dev/shm usable, or give --workers 1.") from None
-
-
 def write_ids(
     files: list[Path], writer: shards.Writer, tokenizer: str, workers: int, passed: corpus.Passed
 ) -> tuple[int, int]:
@@ -162,14 +113,10 @@ def write_ids(
     total = sum(path.stat().st_size for path in files)
     with (
         tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
-        open_pool(workers) if workers > 1 else contextlib.nullcontext() as pool,
+        open_pool(workers) as pool,
     ):
-
-        def begin(*job):
-            return pool.submit(encode, *job).result if pool else functools.partial(encode, *job)
-
         jobs = (
-            (batch, read, None if number < written else begin(batch, tokenizer, number == 0))
+            (batch, read, None if number < written else begin(pool, batch, tokenizer, number == 0))
             for number, (batch, read) in enumerate(batches(files, passed))
         )
         for batch, read, ids in delayed(jobs, 2 * workers if pool else 0):

@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 import typing
@@ -93,6 +94,7 @@ class CommandLine(argparse.ArgumentParser):
             with installed():
                 sys.exit(body())
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end in a traceback
             sys.exit(130)
         except Mistake as error:
             self.fail(str(error), 2)
@@ -106,8 +108,8 @@ class CommandLine(argparse.ArgumentParser):
                 sys.exit(0)
             if error.errno == errno.ENAMETOOLONG:
                 self.fail(f"no file can have this name ({error.filename}: {error.strerror}). Give a shorter one.", 2)
-            place = error.filename or "the output"
-            self.fail(f"cannot read or write ({place}: {error.strerror}). Mend that or make room, and start again.")
+            place = f"{error.filename}: " if error.filename else ""
+            self.fail(f"cannot read or write ({place}{error.strerror}). Mend that or make room, and start again.")
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise

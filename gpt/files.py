@@ -24,7 +24,7 @@ LACKING = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EN
 
 
 @contextlib.contextmanager
-def courtesy(purpose: str, errors: type[Exception] | tuple = Exception, warn=say):
+def courtesy(purpose: str, errors: type[Exception] = Exception, warn=say):
     """Turn an error in the `with` block into a warning that `purpose`, "draw the curve", was not possible."""
     try:
         yield

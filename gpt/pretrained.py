@@ -69,8 +69,8 @@ def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each new try
-        for file in files:
-            try:  # first without asking whether there is a newer one
+        for file in files:  # first without asking whether there is a newer one
+            try:
                 path = hf_hub_download(repository, file, local_files_only=True)
             except LocalEntryNotFoundError:
                 path = hf_hub_download(repository, file)
@@ -210,6 +210,7 @@ def target(config: ModelConfig, folder: str | Path) -> Path:
     try:
         if path.exists() and any(path.iterdir()):
             raise FileExistsError("there is something already")
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"cannot export to {path} ({error.strerror or error}). Name a new folder.") from None
     return path
@@ -218,6 +219,7 @@ def target(config: ModelConfig, folder: str | Path) -> Path:
 def main(argv: list[str]):
     from gpt import published
     from gpt.command_line import CommandLine
+    from gpt.screen import tell
     from gpt.tokenizer import TOKENIZERS
     from gpt.training import checkpoint, corpus
 
@@ -229,11 +231,10 @@ def main(argv: list[str]):
 
     def body():
         if words.verb == "export" and words.folder:
-            source = checkpoint.find(words.source)
-            config = checkpoint.read_state(source)[1]
+            config = checkpoint.read_state(source := checkpoint.find(words.source))[1]
             target(config.model, words.folder)  # before anything is loaded
             export(checkpoint.load_model(source), words.folder, TOKENIZERS[config.tokenizer]())
-            print(f"exported {words.source} to {words.folder}")
+            tell(f"exported {words.source} to {words.folder}")
         elif words.verb == "check" and not words.folder:
             folder, agree = find(words.source), []
             for fact in published.check(load(folder), folder, corpus.shakespeare):

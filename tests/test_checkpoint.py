@@ -266,9 +266,10 @@ def test_a_folder_with_something_in_it_is_never_overwritten_unasked(tmp_path):
     write_config(run)
     write(run / "probe.jsonl", '{"step": 0}\n')
     assert new_run(str(run), "", False) == run and names(run) == [".lock"]  # it had ended before its first line
-    for name in ("metrics.jsonl", "step-000001"):
+    for name in ("metrics.jsonl", "step-000001"):  # folders both, for once
         write_config(run)
         (run / name).mkdir()
+        (run / name / "state.json").touch()
         with pytest.raises(Mistake, match=r"\(.*run\).*--resume.*--overwrite.*--out"):
             new_run(str(run), "", False)
         assert new_run(str(run), "", True) == run and names(run) == [".lock"]
@@ -290,6 +291,61 @@ def test_a_run_that_is_deleted_leaves_what_training_did_not_write(tmp_path):
     write_config(tmp_path)
     new_run(str(tmp_path), "", True)
     assert names(tmp_path) == [".lock", *mine]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+def test_what_a_link_leads_to_is_never_deleted(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    for step in (1, 2, 3):
+        save(run, *trained(), step=step, best_step=None, keep=9)
+    (run / "step-000001").rename(elsewhere)
+    (run / "step-000001").symlink_to(elsewhere)
+    checkpoint.tidy(run, {"step": 3, "best_step": None}, keep=1)
+    assert names(run) == ["last", "step-000003"] and len(names(elsewhere)) == 3
+    (run / "step-000001").symlink_to(elsewhere)
+    write_config(run)
+    (tmp_path / "link").symlink_to(run)
+    assert new_run(str(tmp_path / "link"), "", True) == tmp_path / "link"
+    assert names(run) == [".lock"] and len(names(elsewhere)) == 3
+
+
+def test_a_file_beside_a_checkpoints_own_is_kept(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, *trained(), step=step, best_step=None, keep=9)
+    (tmp_path / "step-000001" / "thesis.txt").touch()
+    write_config(tmp_path)
+    with pytest.raises(Mistake, match=r"thesis\.txt.*--out"):
+        new_run(str(tmp_path), "", True)
+    assert names(tmp_path / "step-000002")
+    checkpoint.tidy(tmp_path, {"step": 2, "best_step": None}, keep=1)
+    assert names(tmp_path / "step-000001") == ["thesis.txt"]
+    assert checkpoint.find(tmp_path, "last").name == "step-000002"
+    new_run(str(tmp_path), "", True)
+    assert names(tmp_path) == [".lock", "step-000001"]
+
+
+def test_checkpoints_count_without_the_file_that_names_the_last(tmp_path):
+    """A kill came between the two."""
+    save(tmp_path, *trained(), step=2)
+    save(tmp_path, *trained(), step=3, best_step=2)
+    (tmp_path / "last").unlink()
+    write_config(tmp_path)
+    assert checkpoint.find(tmp_path, "last").name == "step-000003"
+    with pytest.raises(Mistake, match="--overwrite"):
+        new_run(str(tmp_path), "", False)
+
+
+DAMAGED = [{"best_step": "x"}, {"best_step": -1}, {"best_val_loss": "x"}, {"val_loss": []}, {"record": "x"}]
+
+
+@pytest.mark.parametrize("part", DAMAGED, ids=str)
+def test_a_state_of_other_types_is_named(tmp_path, part):
+    save(tmp_path, *trained())
+    path = tmp_path / "step-000002" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | part), encoding="utf-8")
+    with pytest.raises(Mistake, match=r"state\.json"):
+        checkpoint.read_state(path.parent)
 
 
 def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Comparisons: paired, honest about noise, resumed where they stopped, and never mixed with other code."""
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -24,6 +25,7 @@ from gpt.blocks import Block, PostLN, PreLN, ReZero
 from gpt.study import plots
 from gpt.study.comparison import SHORT, markdown, paired, rows, students_p, summarize
 from gpt.training import optim
+from gpt.training import results as results_module
 from gpt.training.results import code_of
 
 RUN = TOY_RUN | {"steps": 6, "eval_every": 3, "seed": 7}
@@ -174,9 +176,15 @@ def test_another_text_of_the_same_name_is_refused(copied, capsys):
 
 def test_overwrite_deletes_the_runs_and_nothing_else(copied, began, capsys):
     shutil.copy("c/results.json", "c/mine.json")
+    shutil.copytree("c/pre-7", "c/mine")
+    shutil.copytree("c/pre-7", "elsewhere")
+    if os.name != "nt":
+        shutil.rmtree("c/post-8")
+        os.symlink("../elsewhere", "c/post-8")
     assert copied(capsys, "pre", "--seeds", 1, "--overwrite")[0] == 0
     assert began == [("pre-7", None)] and [*outcomes()] == [*results()["code"]] == ["pre-7"]
     assert Path("c", "mine.json").exists() and not Path("c", "post-7").exists()
+    assert Path("c", "mine", "last").exists() and Path("elsewhere", "last").exists()
 
 
 def test_a_run_whose_folder_was_deleted_is_done_again(copied, began, capsys):
@@ -231,6 +239,66 @@ def upside_down(config, layer):
 def codes() -> dict:
     """The checksum of each placement's code."""
     return {placement: code_of(GPT(ModelConfig(**TOY | {"norm": placement, "n_layers": 4}))) for placement in BLOCKS}
+
+
+def scaled(factor):
+    def make(config, layer):
+        block = PreLN(config, layer)
+        block.factor = factor
+        return block
+
+    return make
+
+
+class Maker:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, config, layer):
+        return PreLN(config, layer)
+
+
+def by_code(sign):
+    """Classes that have no source; their equations differ in a number."""
+    return type("Made", (PreLN,), {"forward": eval(f"lambda self, x: x + {sign} * self.attn(self.attn_norm(x))")})
+
+
+PAIRS = {
+    "partial": [functools.partial(scaled(1.0), config=None), functools.partial(scaled(1.0), config=1)],
+    "closure": [scaled(2.0), scaled(5.0)],
+    "object": [Maker(2.0), Maker(5.0)],
+    "class without source": [by_code(1), by_code(-1)],
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_numbers_in_the_maker_of_a_placement_are_code_too(pair):
+    texts = []
+    for maker in (*PAIRS[pair], PAIRS[pair][0]):
+        texts.append(set())
+        results_module._add_code(maker, texts[-1])
+    assert texts[0] == texts[2] != texts[1] and texts[1]
+
+
+@pytest.mark.parametrize(
+    "line, changed",
+    [
+        ("SCALE = 3.0", "SCALE = 5.0"),
+        ("def amount(): return SCALE", "def amount(): return 2 * SCALE"),
+        ("    def forward(ctx, x): return x", "    def forward(ctx, x): return 2 * x"),
+    ],
+)
+def test_what_a_placement_names_anywhere_in_its_file_is_its_code(monkeypatch, line, changed):
+    """A number, a function behind a function, an autograd function, as if they stood in gpt/blocks.py."""
+    added = "SCALE = 3.0\ndef amount(): return SCALE\nclass Same(torch.autograd.Function):\n"
+    added += "    def forward(ctx, x): return x\ndef helper(x): return Same.apply(x) * amount()\n"
+    added += "class PreLN(Block):\n    def forward(self, x): return helper(x)\n"
+    lines, seen = linecache.getlines(blocks.__file__), []
+    for text in (added, added.replace(line, changed)):
+        entry = (1, None, [*lines, *text.splitlines(keepends=True)], blocks.__file__)
+        monkeypatch.setitem(linecache.cache, blocks.__file__, entry)
+        seen.append(codes())
+    assert {name for name in BLOCKS if seen[0][name] != seen[1][name]} == {"pre", "mix"}
 
 
 def test_the_code_of_a_placement_is_its_own(monkeypatch):

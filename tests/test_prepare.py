@@ -22,6 +22,7 @@ import train
 from gpt.config import Failure, Mistake
 from gpt.tokenizer import TOKENIZERS, Bytes
 from gpt.training import corpus, shards
+from gpt.training import workers as worker_processes
 from gpt.training.data import Data
 
 sys.path.append(str(ROOT / "data"))  # workers import it by its name too
@@ -230,7 +231,7 @@ def test_without_semaphores_one_worker_is_the_remedy(texts, tmp_path, monkeypatc
     def refuse(*arguments):
         raise error
 
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", refuse)
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", refuse)
     flags = [texts[0], "--tokenizer", "bytes", "--out", tmp_path / "p"]
     status, out, err = call(prepare, *flags, "--workers", 2, capsys=capsys)
     assert status == 2 and out == "" and "--workers 1" in err and err.count("\n") == 1
@@ -480,6 +481,25 @@ def test_a_full_disk_ends_it_with_one_line_and_it_goes_on_when_there_is_room(tmp
     after = times(tmp_path / "p")
     assert len(after) > len(recorded) > 4 and all(after[each["name"]] == before[each["name"]] for each in recorded)
     assert np.asarray(corpus.load(str(tmp_path / "p"), Bytes())).tolist() == whole(documents, Bytes())
+
+
+@POSIX
+@pytest.mark.parametrize("after", [0.0, 0.7])  # while workers start, and later
+def test_ctrl_c_twice_ends_a_preparation_at_once_and_without_a_word(tmp_path, after):
+    (tmp_path / "t.txt").write_bytes(b"the norm of a line\n" * 500_000)
+    flags = ["t.txt", "--tokenizer", "gpt2", "--workers", "2", "--out", "p"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, ROOT / "data" / "prepare.py", *flags]
+    process = subprocess.Popen(command, start_new_session=True, cwd=tmp_path, **pipes)
+    while not (tmp_path / "p" / ".progress.json").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    time.sleep(after)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.05)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out + err == ""
 
 
 @POSIX

@@ -8,7 +8,6 @@ A checkpoint is written to a temporary folder, flushed to the disk and renamed, 
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from safetensors.torch import load, save_file
 from gpt.config import Failure, Mistake, ModelConfig, one_of, require_same
 from gpt.files import FORMAT, courtesy, new_folder, read_json, read_lines, sha256, write
 from gpt.model import GPT, with_weights
-from gpt.training.run import saved_runs
+from gpt.training.run import checkpoints, delete_checkpoint, saved_runs
 from gpt.training.settings import TrainConfig, configure, flat
 
 
@@ -43,11 +42,12 @@ def try_folder(run: Path):
     """Delete what a kill has left of saving or deleting a checkpoint, and save a small one. Raises Mistake if the
     folder does not take it: some network drives rename no folder."""
     try:
-        for leftover in run.glob(".step-*"):
-            shutil.rmtree(leftover)
+        for path in run.iterdir():
+            if path.name.startswith(".step-"):
+                delete_checkpoint(path)
         with new_folder(trial := run / ".step-trial") as new:
             save_file({"x": torch.zeros(1)}, new / "model.safetensors")
-        shutil.rmtree(trial)
+        delete_checkpoint(trial)
     except (OSError, SafetensorError) as error:
         raise Mistake(f"cannot save into the run's folder ({run.absolute()}: {error}). Name another: --out.") from None
 
@@ -93,10 +93,10 @@ def tidy(run: Path, state: dict, keep: int):
     if state["best_step"] is not None:
         needed.add(path_of(run, state["best_step"]))
         write(run / "best", str(state["best_step"]))
-    for other in _checkpoints(run)[:-keep]:
-        if other not in needed:
-            with courtesy(f"delete {other}", OSError):
-                _delete(other)
+    with courtesy("delete old checkpoints", OSError):
+        for other in checkpoints(run)[:-keep]:
+            if other not in needed:
+                delete_checkpoint(other)
 
 
 def leave_branch(run: Path, state: dict):
@@ -106,9 +106,9 @@ def leave_branch(run: Path, state: dict):
         (run / "best").unlink(missing_ok=True)
     else:
         write(run / "best", str(state["best_step"]))
-    for path in _checkpoints(run):
+    for path in checkpoints(run):
         if _step(path) > state["step"]:
-            _delete(path)
+            delete_checkpoint(path)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -116,18 +116,8 @@ def path_of(run: Path, step: int) -> Path:
     return run / f"step-{step:06d}"
 
 
-def _checkpoints(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, by step."""
-    return sorted((path for path in run.glob("step-*") if path.name[5:].isdecimal()), key=_step)
-
-
 def _step(folder: Path) -> int:
     return int(folder.name[5:])
-
-
-def _delete(folder: Path):
-    # Renamed first, so that a kill half-way leaves nothing that looks like a checkpoint.
-    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}-old")))
 
 
 def find(folder: str | Path, which: str | None = None) -> Path:
@@ -138,7 +128,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         if which is not None:
             raise Mistake(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
-    if not _checkpoints(folder):
+    if not checkpoints(folder):
         runs = saved_runs(folder) or saved_runs()
         names = ", ".join(map(str, runs[-4:]))
         remedy = f"Runs that have one: {names}." if runs else "Train one: python train.py --norm pre."
@@ -149,7 +139,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     if which in ("best", "last") and (folder / which).exists():
         step = (folder / which).read_text(encoding="utf-8", errors="replace").strip()
     elif which == "last":  # a kill came before it was written
-        step = str(_step(_checkpoints(folder)[-1]))
+        step = str(_step(checkpoints(folder)[-1]))
     checkpoint = path_of(folder, int(step)) if step.isdecimal() and len(step) < 20 else None
     if checkpoint is None or not checkpoint.is_dir():
         place = which if step == which else f"{which}, step {step},"
@@ -159,7 +149,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
 
 def _others(run: Path, but: Path | None = None) -> str:
     """The remedy where a checkpoint is not there, or is damaged."""
-    steps = [_step(path) for path in _checkpoints(run) if path != but]
+    steps = [_step(path) for path in checkpoints(run) if path != but]
     return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
 
@@ -174,8 +164,12 @@ def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
     path = checkpoint / "state.json"
     try:
         state = read_json(path)
-        config, step, checksums = state.get("config"), state.get("step"), state.get("sha256", {})
-        if not (isinstance(config, dict) and type(step) is int and step >= 0 and isinstance(checksums, dict)):
+        config, step, checksums = state.get("config", {}), state.get("step"), state.get("sha256", {})
+        state = {"best_step": None, "best_val_loss": None, "val_loss": None, "record": None} | state
+        losses = (type(state[name]) in (float, type(None)) for name in ("val_loss", "best_val_loss"))
+        steps = (type(each) is int and each >= 0 for each in (step, state["best_step"] or 0))
+        objects = (isinstance(each, dict) for each in (config, checksums, state["record"] or {}))
+        if not all([*losses, *steps, *objects]):
             raise Mistake("it lacks its parts")
     except Mistake as error:
         raise _damaged(path, error) from None
@@ -222,7 +216,7 @@ def resume(run: Path, which: str, config: TrainConfig, digest: str) -> tuple[dic
     before, now = state["config"], config_to_json(config)
     if state["step"] > config.steps:
         raise Mistake(f"the run has done more steps (--steps {config.steps}, done {state['step']}). Give more.")
-    elsewhere = any(before[name] != now[name] for name in ("data", "val_fraction"))
+    elsewhere = any(before.get(name) != now[name] for name in ("data", "val_fraction"))
     if not elsewhere and state.get("corpus", digest) != digest:
         raise Mistake(f"the corpus has changed since the checkpoint ({config.data}). Put it back, or rename this one.")
     if elsewhere or any(line["step"] == state["step"] for line in read_lines(run / "metrics.jsonl")):

@@ -156,10 +156,18 @@ def shard(model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    if several := shared(model):
+        raise Mistake(f"--shard splits no weight that two modules share ({several[0]}). Leave --shard out.")
     mesh = init_device_mesh(model.token_embedding.weight.device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(model, "residual_stream")  # the loss calls it without model.forward
+
+
+def shared(model) -> list[str]:
+    """The second names of weights that have two."""
+    first = dict(model.named_parameters())
+    return [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]
 
 
 def replicated(net, device: str):
@@ -225,7 +233,8 @@ def restore(model, optimizer, world: World, weights: dict, moments: dict):
     )
 
     groups = [group | {"params": names} for group, names in zip(groups, order)]
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # torch gives a weight of two names one of them.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not shared(model))
     # Not set_state_dict, which passes over the weights where there are none to give.
     set_model_state_dict(model, weights, options=options)
     set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=options)

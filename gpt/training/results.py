@@ -1,14 +1,18 @@
 """A comparison's folder: a folder for each run, and results.json: settings, outcomes, and which code made them."""
 
+import ast
+import contextlib
+import functools
 import hashlib
 import inspect
 import json
+import sys
 from pathlib import Path
 
 from gpt.config import Mistake
 from gpt.files import FORMAT, read_json, write
 from gpt.screen import say
-from gpt.training.run import delete_run, has_checkpoint, is_run
+from gpt.training.run import checkpoints, delete_run, is_run
 from gpt.training.settings import SETTINGS, configure, flat
 
 
@@ -18,20 +22,70 @@ def run_name(placement: str, seed: int) -> str:
 
 
 def code_of(model, *functions) -> str:
-    """A checksum of the sources that decide a run: these functions; the classes of the model's modules, and the
-    functions of gpt/blocks.py that they name, so that another placement may be added; and the files that all runs use.
-    Not seen are constants of gpt/blocks.py, and files that are not named here."""
-    from gpt import BLOCKS, blocks, layers, loss, norms, tokenizer
+    """A checksum of what decides a run: these functions; what BLOCKS has for the placement; the classes of the model's
+    modules; what all these name at the top of their own files, so that another placement may be added beside them; and
+    the files that all runs use. Other files are not seen."""
+    from gpt import BLOCKS, layers, loss, norms, tokenizer
     from gpt.training import corpus, data, optim, settings, trainer
 
-    classes = {each for module in model.modules() for each in type(module).__mro__}
-    ours: list = [each for each in classes if each.__module__.split(".")[0] not in ("torch", "builtins")]
-    functions += tuple(filter(inspect.isfunction, [BLOCKS[model.config.norm]]))
-    wiring = "".join(inspect.getsource(each) for each in (*sorted(ours, key=str), *functions))
-    helpers = [each for name, each in vars(blocks).items() if inspect.isfunction(each) and name in wiring]
-    files: list = [layers, norms, loss, tokenizer, corpus, data, optim, settings, trainer]
-    sources = wiring + "".join(inspect.getsource(each) for each in (*helpers, *files))
+    texts: set[str] = set()
+    for each in (BLOCKS[model.config.norm], *functions, *{*map(type, model.modules())}):
+        _add_code(each, texts)
+    files = (layers, norms, loss, tokenizer, corpus, data, optim, settings, trainer)
+    sources = "\n".join([*sorted(texts), *map(inspect.getsource, files)])
     return hashlib.sha256(sources.encode("utf-8")).hexdigest()
+
+
+def _add_code(value, texts: set[str]):
+    """Add to `texts` what a value is made of: its source if it has one, and the values in it."""
+    if isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords, *value.keywords.values()]
+    elif inspect.isclass(value):
+        inside = []
+        for each in value.__mro__:
+            _add_source(each, [each, *vars(each).values()], texts)
+    elif inspect.isfunction(value):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        _add_source(value, [value], texts)
+    elif hasattr(value, "__dict__") and callable(value):
+        inside = [type(value), *vars(value), *vars(value).values()]
+    else:
+        inside = []
+        texts.add(repr(value))
+    for each in inside:
+        _add_code(each, texts)
+
+
+def _add_source(each, functions: list, texts: set[str]):
+    """Add to `texts` the source of a class or function and of all that it names at the top of its file; of one that
+    code has made, which has no source, the code of the `functions`."""
+    if each.__module__.partition(".")[0] in ("torch", "builtins"):
+        return
+    statements: dict[str, ast.stmt] = {}
+    with contextlib.suppress(OSError, TypeError, KeyError):
+        statements = _statements(inspect.getsource(sys.modules[each.__module__]))
+    names = [each.__qualname__.partition(".")[0]]
+    if names[0] not in statements:
+        codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
+        texts |= {f"{code.co_code.hex()} {code.co_names} {[*map(str, code.co_consts)]}" for code in codes}
+    while names:
+        name = names.pop()
+        if name in statements and (text := ast.unparse(statements[name])) not in texts:
+            texts.add(text)
+            inside = [*ast.walk(statements[name])]
+            local = {part.arg for part in inside if isinstance(part, ast.arg)}
+            names += [part.id for part in inside if isinstance(part, ast.Name) and part.id not in local]
+
+
+@functools.cache
+def _statements(source: str) -> dict[str, ast.stmt]:
+    """The classes, functions and values at the top of a file by name, but for BLOCKS, which names all placements."""
+    statements = {}
+    for node in ast.parse(source).body:
+        for target in node.targets if isinstance(node, ast.Assign) else [node]:
+            statements[getattr(target, "name", getattr(target, "id", ""))] = node
+    statements.pop("BLOCKS", None)
+    return statements
 
 
 def read_results(out: Path) -> dict | None:
@@ -42,7 +96,8 @@ def read_results(out: Path) -> dict | None:
         results = read_json(out / "results.json")
     except Mistake:
         results = {}
-    if results.get("format") != FORMAT or not {"settings", "runs"} <= results.keys():
+    parts = [results.get("settings"), results.get("runs"), results.get("code", {})]
+    if results.get("format") != FORMAT or not all(isinstance(part, dict) for part in parts):
         raise Mistake(f"the output folder is not a comparison ({out.absolute()}). Name another with --out.")
     for name in [name for name in results["runs"] if not (out / name).is_dir()]:
         del results["runs"][name]  # the user deleted the run to have it done again
@@ -101,15 +156,19 @@ def open_results(out: Path, settings: dict, code: dict[str, str], overwrite: boo
     results = read_results(out)
     if results and overwrite:
         save_results(out, results | {"runs": {}})  # first, so that a kill leaves no outcome without its run
-        for run in filter(is_run, out.glob("*/")):
-            delete_run(run)
+        for run in [out / Path(name).name for name in (*results["runs"], *results.get("code", {}))]:
+            if is_run(run) and not run.is_symlink():
+                delete_run(run)
+                (run / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the user has put something there
+                    run.rmdir()
         results = None
     results = {"format": FORMAT, "settings": settings, "runs": {}, "code": {}} | (results or {})
     if different := first_difference(results, settings):
         name, there, here = different
         values = f"{there}, not {here}, in {out}"
         raise Mistake(f"the comparison has another {name} ({values}). Leave it, or name another --out.")
-    begun = [name for name in code if name in results["runs"] or has_checkpoint(out / name)]
+    begun = [name for name in code if name in results["runs"] or checkpoints(out / name)]
     if changed := [name for name in begun if results["code"].get(name, code[name]) != code[name]]:
         runs = f"{', '.join(changed)} in {out}"
         raise Mistake(

@@ -12,14 +12,18 @@ from pathlib import Path
 from gpt.config import Mistake
 from gpt.files import held, read_json, read_lines, write
 
+PARTS = ("state.json", "model.safetensors", "optimizer.safetensors")  # of a checkpoint
 # What training writes into a run's folder.
 FILES = "best|last|metrics.jsonl|probe.jsonl|curve.png|probe.png|config.json"
 WRITTEN = rf"{FILES}|\.({FILES})\.new|step-\d{{6,}}|\.step-\d{{6,}}(-old|\.new)|events\.out\.tfevents\..*"
 
 
-def has_checkpoint(run: Path) -> bool:
-    """Whether the run can be resumed."""
-    return any(path.name[5:].isdecimal() for path in run.glob("step-*"))
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, by step. Raises OSError for a run that cannot be read."""
+    folders = run.iterdir() if run.is_dir() else []
+    steps = (path for path in folders if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
+    whole = (path for path in steps if any((path / name).exists() for name in PARTS))
+    return sorted(whole, key=lambda path: int(path.name[5:]))
 
 
 def is_run(folder: Path) -> bool:
@@ -30,11 +34,34 @@ def is_run(folder: Path) -> bool:
         return False
 
 
+def delete_checkpoint(folder: Path):
+    """Delete a checkpoint, or what is left of one; of a link the link alone, and beside other files only ours."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+    elif folder.name.startswith("."):
+        shutil.rmtree(folder)
+    elif _others(folder):
+        for name in PARTS:
+            (folder / name).unlink(missing_ok=True)
+    else:  # renamed first, so that a kill half-way leaves nothing that looks like a checkpoint
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}-old")))
+
+
+def _others(folder: Path) -> list[Path]:
+    """The files in a checkpoint's folder that training did not write."""
+    return [] if folder.is_symlink() else [path for path in folder.iterdir() if path.name not in PARTS]
+
+
 def delete_run(run: Path):
-    """Delete what training has written into the folder, and no other file."""
+    """Delete what training has written into the folder, and no other file. Raises Mistake for a checkpoint with other
+    files in it."""
+    if others := [path for folder in checkpoints(run) for path in _others(folder)]:
+        raise Mistake(
+            f"a checkpoint has a file that is not its own ({others[0]}). Move it away, or name another --out."
+        )
     paths = [path for path in run.iterdir() if re.fullmatch(WRITTEN, path.name)]
     for path in sorted(paths, key=lambda path: path.name == "config.json"):  # by which a run is known
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        delete_checkpoint(path)
 
 
 def new_run(out: str | None, name: str, overwrite: bool) -> Path:
@@ -65,7 +92,7 @@ def _clear(run: Path, overwrite: bool):
     if run.is_file() or (run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir())):
         if not is_run(run):
             raise Mistake(f"the output folder is not a run ({run.absolute()}). Name another with --out.")
-        if (has_checkpoint(run) or (run / "metrics.jsonl").exists()) and not overwrite:
+        if (checkpoints(run) or (run / "metrics.jsonl").exists()) and not overwrite:
             raise Mistake(f"there is a run already ({run.absolute()}). Use --resume, --overwrite or another --out.")
         with held(run):
             delete_run(run)
@@ -73,7 +100,7 @@ def _clear(run: Path, overwrite: bool):
 
 def saved_runs(runs: Path = Path("runs")) -> list[Path]:
     """The runs that have a checkpoint, the one that saved last at the end."""
-    saved = (path for path in runs.glob("*/last") if has_checkpoint(path.parent))
+    saved = (path for path in runs.glob("*/last") if checkpoints(path.parent))
     return [path.parent for path in sorted(saved, key=lambda path: path.stat().st_mtime)]
 
 

@@ -121,11 +121,10 @@ def unfinished(folder: Path) -> dict:
 
 
 def are_in(folder: Path) -> bool:
-    """Whether the folder is a prepared corpus, or a part of one. Other programs write a meta.json as well; in a folder
-    without texts it may be ours, damaged."""
+    """Whether the folder is a prepared corpus, or a part, or a damaged one. Other programs write a meta.json too."""
     if whole(folder) or unfinished(folder):
         return True
-    return os.path.exists(folder / META) and not any(folder.rglob("*.txt"))
+    return os.path.exists(folder / META) and any(NAME.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read(folder: Path, tokenizer) -> Shards:
