@@ -156,9 +156,8 @@ def load(source: str | Path, config: ModelConfig | None = None) -> GPT:
     model, in float32 on the CPU, in evaluation mode. A `config` may differ from the stored one in its dropout and in a
     shorter context_length, which crops the table of positions.
 
-    Every stored tensor has one place in the model. Causal masks and positions, which some files have, are not read,
-    and a stored head has to be the token embedding. Raises Mistake, with the names, if a tensor is missing, unknown,
-    there twice, of another shape, or not finite.
+    Causal masks and positions, which some files have, are not read, and a stored head has to be the token embedding.
+    Raises Mistake, with the names, if a tensor is missing, unknown, there twice, of another shape, or not finite.
     """
     folder = find(source)
     stored = read_config(folder)
@@ -208,9 +207,9 @@ def target(config: ModelConfig, folder: str | Path) -> Path:
         raise Mistake(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
     path = Path(folder).resolve()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and any(path.iterdir()):
             raise FileExistsError("there is something already")
-        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"cannot export to {path} ({error.strerror or error}). Name a new folder.") from None
     return path

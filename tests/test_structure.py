@@ -194,6 +194,7 @@ def test_the_readmes_commands_run(tmp_path):
             continue
         if arguments[0] in ("train.py", "compare.py"):
             arguments += ["--steps", "2", "--batch-size", "2", "--micro-batch-size", "1", "--eval-every", "2"]
+            arguments += ["--eval-tokens", "99"]
             arguments += [] if "--init" in arguments else [*toy, "--val-fraction", "0.1"]
             arguments += ["--seeds", "1"] if arguments[0] == "compare.py" else []
             arguments += [] if {"--init", "configs/gpt2.toml"} & {*arguments} else ["--tokenizer", "bytes"]
