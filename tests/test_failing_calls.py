@@ -12,7 +12,7 @@ import pytest
 from toys import ROOT, TOY_RUN, Forks, as_flags, records
 
 ERRORS = ("ENOSPC", "EIO", "EACCES", "EINVAL", "ENOSYS", "EOPNOTSUPP")
-FEW = 6  # calls of each command in the usual suite
+FEW = 4  # calls of each command in the usual suite
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="wants Linux and a compiler")
 
 RUN = [*as_flags(TOY_RUN | {"eval_every": 2, "save_every": 1, "probe_every": 2, "keep": 1}), "--data", "text.txt"]
@@ -45,7 +45,7 @@ class Work:
 
     def __init__(self, forks, name: str, folder, text):
         self.forks, self.folder, self.text = forks, folder, text
-        self.before, self.command = COMMANDS[name]
+        self.name, (self.before, self.command) = name, COMMANDS[name]
         log = folder / "log"
         cwd, process = self.run("whole", "fail_at(0, 0)", log)
         assert process.status == 0, process.err
@@ -105,7 +105,7 @@ def test_some_failing_calls(work):
 
 @pytest.mark.parametrize("call, error", [("chmod", "EPERM"), ("flock", "ENOSYS"), ("flock", "ENOLCK")])
 def test_a_file_system_without_modes_or_locks_will_do(work, call, error):
-    if any(line.startswith(call) for line in work.calls):
+    if work.name != "compare" and any(line.startswith(call) for line in work.calls):  # it does what train does
         cwd, process = work.run(f"{call}-{error}", f"fail_all(b'{call}', errno.{error})")
         assert process.status == 0 and work.products(cwd) == work.made, process.err
         assert ("warning: no lock" in process.err) == (call == "flock") and "error" not in process.err
