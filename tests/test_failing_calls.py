@@ -45,7 +45,7 @@ class Work:
 
     def __init__(self, forks, name: str, folder, text):
         self.forks, self.folder, self.text = forks, folder, text
-        self.name, (self.before, self.command) = name, COMMANDS[name]
+        self.before, self.command = COMMANDS[name]
         log = folder / "log"
         cwd, process = self.run("whole", "fail_at(0, 0)", log)
         assert process.status == 0, process.err
@@ -90,7 +90,11 @@ class Work:
         shutil.rmtree(cwd)
 
 
-@pytest.fixture(scope="module", params=COMMANDS)
+# A comparison does what training does, and takes longer.
+PARAMETERS = [pytest.param(name, marks=pytest.mark.slow if name == "compare" else ()) for name in COMMANDS]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def work(request, failing, tmp_path_factory) -> Work:
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("\n".join(f"{i}: the norm of line {i * 7919 % 101}" for i in range(260)), encoding="utf-8")
@@ -105,7 +109,7 @@ def test_some_failing_calls(work):
 
 @pytest.mark.parametrize("call, error", [("chmod", "EPERM"), ("flock", "ENOSYS"), ("flock", "ENOLCK")])
 def test_a_file_system_without_modes_or_locks_will_do(work, call, error):
-    if work.name != "compare" and any(line.startswith(call) for line in work.calls):  # it does what train does
+    if any(line.startswith(call) for line in work.calls):
         cwd, process = work.run(f"{call}-{error}", f"fail_all(b'{call}', errno.{error})")
         assert process.status == 0 and work.products(cwd) == work.made, process.err
         assert ("warning: no lock" in process.err) == (call == "flock") and "error" not in process.err
