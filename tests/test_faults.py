@@ -247,7 +247,9 @@ def test_resume_auto_starts_what_is_not_there_and_continues_what_is(here, capsys
 
 
 def test_one_process_trains_into_a_run(run, trained, forks, capsys):
-    process = forks.start("train", "--resume", "--out", "r", "--steps", 10**6, "--save-every", 1, cwd=run.parent)
+    process = forks.start(
+        "train", "--resume", "--out", "r", "--steps", 10**6, "--save-every", 1, "--keep", 999, cwd=run.parent
+    )
     assert process.wait(until=lambda: last(run) >= 6) is None, process.err
     for how in ("--resume", "--overwrite"):
         status, _, err = call(train, how, "--out", "r", "--data", trained / "text.txt", *FLAGS, capsys=capsys)
