@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt.command_line import CommandLine, installed
 from gpt.config import Failure, Mistake
 from gpt.files import held
-from gpt.screen import tell
+from gpt.screen import is_terminal, tell
 
 with installed():
     from tqdm import tqdm
@@ -112,7 +112,7 @@ def write_ids(
     documents, size, written = 0, 0, writer.position
     total = sum(path.stat().st_size for path in files)
     with (
-        tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar,
         open_pool(workers) as pool,
     ):
         jobs = (

@@ -19,7 +19,7 @@ from gpt.screen import say
 
 FORMAT = 1  # the version of config.json, state.json and results.json
 LARGEST = 2**24  # bytes; GPT-2's tokenizer.json has 3.6 million. An untrusted file may be larger than the memory
-# What a file system answers that does not have a call: network drives lack fsync, flock or chmod.
+# What a file system answers that does not have a call, as network drives lack fsync.
 LACKING = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
 
 

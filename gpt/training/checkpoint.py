@@ -17,7 +17,7 @@ from safetensors.torch import load, save_file
 from gpt.config import Failure, Mistake, ModelConfig, one_of, require_same
 from gpt.files import FORMAT, courtesy, new_folder, read_json, read_lines, sha256, write
 from gpt.model import GPT, with_weights
-from gpt.training.run import checkpoints, delete_checkpoint, saved_runs
+from gpt.training.run import checkpoints, delete_checkpoint, saved_runs, step_of
 from gpt.training.settings import TrainConfig, configure, flat
 
 
@@ -107,17 +107,13 @@ def leave_branch(run: Path, state: dict):
     else:
         write(run / "best", str(state["best_step"]))
     for path in checkpoints(run):
-        if _step(path) > state["step"]:
+        if step_of(path) > state["step"]:
             delete_checkpoint(path)
 
 
 def path_of(run: Path, step: int) -> Path:
     """The checkpoint folder of a step."""
     return run / f"step-{step:06d}"
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name[5:])
 
 
 def find(folder: str | Path, which: str | None = None) -> Path:
@@ -128,7 +124,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
         if which is not None:
             raise Mistake(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
-    if not checkpoints(folder):
+    if not (saved := checkpoints(folder)):
         runs = saved_runs(folder) or saved_runs()
         names = ", ".join(map(str, runs[-4:]))
         remedy = f"Runs that have one: {names}." if runs else "Train one: python train.py --norm pre."
@@ -139,7 +135,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     if which in ("best", "last") and (folder / which).exists():
         step = (folder / which).read_text(encoding="utf-8", errors="replace").strip()
     elif which == "last":  # a kill came before it was written
-        step = str(_step(checkpoints(folder)[-1]))
+        step = str(step_of(saved[-1]))
     checkpoint = path_of(folder, int(step)) if step.isdecimal() and len(step) < 20 else None
     if checkpoint is None or not checkpoint.is_dir():
         place = which if step == which else f"{which}, step {step},"
@@ -149,7 +145,7 @@ def find(folder: str | Path, which: str | None = None) -> Path:
 
 def _others(run: Path, but: Path | None = None) -> str:
     """The remedy where a checkpoint is not there, or is damaged."""
-    steps = [_step(path) for path in checkpoints(run) if path != but]
+    steps = [step_of(path) for path in checkpoints(run) if path != but]
     return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
 

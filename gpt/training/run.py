@@ -23,7 +23,12 @@ def checkpoints(run: Path) -> list[Path]:
     folders = run.iterdir() if run.is_dir() else []
     steps = (path for path in folders if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
     whole = (path for path in steps if any((path / name).exists() for name in PARTS))
-    return sorted(whole, key=lambda path: int(path.name[5:]))
+    return sorted(whole, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(checkpoint.name[5:])
 
 
 def is_run(folder: Path) -> bool:
