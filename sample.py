@@ -10,9 +10,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves it out
 
 from gpt.command_line import CommandLine
-from gpt.config import Mistake, lookup
+from gpt.config import SEEDS, Mistake, lookup
 from gpt.screen import say
-from gpt.training.settings import assumed, from_weights
+from gpt.training.settings import assumed, from_weights, hint
 
 
 def sample(words, stack):
@@ -27,7 +27,8 @@ def sample(words, stack):
     source = newest_run() if words.run is None else words.run
     try:
         published = pretrained.recognizes(source)
-        source = source if published else checkpoint.find(source, words.checkpoint)
+        if not published:
+            source, config, stored = checkpoint.load_run(source, words.checkpoint, hint(str(source)))
     except (Mistake, OSError) as error:
         if os.path.exists(source):
             raise
@@ -36,10 +37,9 @@ def sample(words, stack):
     if published:
         if words.checkpoint is not None:
             raise Mistake(f"published weights have one checkpoint only ({words.checkpoint}). Leave it out.")
-        config, load = from_weights(source), pretrained.load
+        config = from_weights(source)
         origin = ", ".join(["published weights", *assumed(config)])
     else:
-        config, load = checkpoint.read_state(source)[1], checkpoint.load_model
         origin = config.data
     if words.num_samples < 1:
         raise Mistake(f"num_samples is out of range ({words.num_samples}). It must be 1 or more.")
@@ -49,10 +49,13 @@ def sample(words, stack):
     settings = {name: getattr(words, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**settings, vocab_size=tokenizer.vocab_size)
     seed = secrets.randbelow(2**31) if words.seed is None else words.seed
-    dataclasses.replace(sampling, seed=seed + words.num_samples - 1)  # checks the last one
+    if seed + words.num_samples > SEEDS:
+        raise Mistake(
+            f"num_samples is out of range ({words.num_samples}). Use at most {SEEDS - seed} from seed {seed} on."
+        )
     prompt = read_prompt(words)
-    model = device.for_sampling(load(source), compute)
-    written = None if words.out is None else stack.enter_context(new_file(words.out))
+    model = device.for_sampling(pretrained.load(source) if published else stored, compute)
+    written = None if words.out is None else stack.enter_context(open_new(words.out))
     drawn = f"seed {seed}" if words.temperature else "greedy"
     say(f"{source}: {config.model.norm}, {origin}; {drawn}")
 
@@ -78,7 +81,7 @@ def sample(words, stack):
         write("\n")
 
 
-def new_file(path: str):
+def open_new(path: str):
     """A text file, opened; a file that is there is left alone."""
     try:
         return open(path, "x", encoding="utf-8", newline="")

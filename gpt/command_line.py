@@ -49,7 +49,7 @@ class CommandLine(argparse.ArgumentParser):
             kind: dict = {"metavar": {int: "N", float: "X", str: "NAME", bool: "true|false"}[wanted]}
             if wanted is bool:
                 kind |= {"nargs": "?", "const": True}
-            group.add_argument(f"--{flag}", type=_reader(setting), default=argparse.SUPPRESS, help=text, **kind)
+            group.add_argument(f"--{flag}", type=reader(setting), default=argparse.SUPPRESS, help=text, **kind)
             if wanted is bool:
                 off: dict = {"action": "store_const", "const": False, "dest": name, "default": argparse.SUPPRESS}
                 group.add_argument(f"--no-{flag}", help=f"the same as --{flag} false", **off)
@@ -86,8 +86,9 @@ class CommandLine(argparse.ArgumentParser):
         self.fail(f"{message}. See --help.", 2)  # argparse's own messages name no remedy
 
     def run(self, body: typing.Callable[[], int | None]):
-        """Leave the program with the status that `body` returns; a Mistake is one line and 2, a Failure or a system
-        call that fails one line and 1. It is no failure if nobody reads the output any more."""
+        """Leave the program with the status that `body` returns; a Mistake, or a file that this user may not use, is
+        one line and 2; a Failure or another system call that fails is one line and 1. It is no failure if nobody reads
+        the output any more."""
         with contextlib.suppress(AttributeError):  # a notebook's stream is no TextIOWrapper
             typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(encoding="utf-8", errors="replace")
         try:
@@ -109,6 +110,10 @@ class CommandLine(argparse.ArgumentParser):
             if error.errno == errno.ENAMETOOLONG:
                 self.fail(f"no file can have this name ({error.filename}: {error.strerror}). Give a shorter one.", 2)
             place = f"{error.filename}: " if error.filename else ""
+            if isinstance(error, PermissionError):
+                self.fail(f"no permission ({place}{error.strerror}). Change the mode, or name another.", 2)
+            if "temporary directory" in str(error):  # tempfile's words; torch, too, writes some files
+                self.fail(f"no folder for temporary files ({error.strerror}). Set TMPDIR to one to write to.", 2)
             self.fail(f"cannot read or write ({place}{error.strerror}). Mend that or make room, and start again.")
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
@@ -136,7 +141,7 @@ def installed():
         sys.exit(2)
 
 
-def _reader(setting: dataclasses.Field) -> typing.Callable[[str], object]:
+def reader(setting: dataclasses.Field) -> typing.Callable[[str], object]:
     """Reads the value of a setting from a word, for argparse."""
     wanted = type_of(setting)
 

@@ -3,9 +3,9 @@
 python -m gpt.pretrained check gpt2            the published facts about these weights: expected and measured
 python -m gpt.pretrained export RUN FOLDER     a run -> a folder that transformers opens
 """
+# ruff: noqa: E402
 
 import contextlib
-import difflib
 import json
 import logging
 import os
@@ -14,26 +14,65 @@ import sys
 from argparse import RawDescriptionHelpFormatter as Lines
 from pathlib import Path
 
+from gpt.config import Failure, Mistake, ModelConfig, one_of, require_same
+
+
+def main(argv: list[str]):
+    """The command; it stands before the imports below, so that --help does not wait for torch or need it."""
+    from gpt.command_line import CommandLine
+
+    command = CommandLine(prog="python -m gpt.pretrained", description=__doc__, formatter_class=Lines)
+    command.add_argument("verb", choices=("check", "export"), metavar="check|export")
+    command.add_argument("source", metavar="WEIGHTS|RUN", help="a name or folder to check; a run to export")
+    command.add_argument("folder", nargs="?", metavar="FOLDER", help="where to export to")
+    words = command.parse_args(argv)
+
+    def body():
+        from gpt import pretrained, published
+        from gpt.screen import tell
+        from gpt.tokenizer import TOKENIZERS
+        from gpt.training import checkpoint, corpus
+
+        if words.verb == "export" and words.folder:
+            config = checkpoint.read_state(source := checkpoint.find(words.source))[1]
+            pretrained.target(config.model, words.folder)  # before anything is loaded
+            pretrained.export(checkpoint.load_model(source), words.folder, TOKENIZERS[config.tokenizer]())
+            tell(f"exported {words.source} to {words.folder}")
+        elif words.verb == "check" and not words.folder:
+            folder, agree = pretrained.find(words.source), []
+            for fact in published.check(pretrained.load(folder), folder, corpus.shakespeare):
+                print(fact.line(), flush=True)
+                agree.append(fact.agrees)
+            return int(False in agree)
+        else:
+            raise Mistake(f"check takes one source, export a run and a folder ({words.verb}). See --help.")
+
+    command.run(body)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from gpt.config import Failure, Mistake, ModelConfig, one_of, require_same
 from gpt.files import new_folder, read_json
 from gpt.model import GPT, with_weights
-from gpt.published import ACTIVATIONS, NAMES, SETTINGS, read_config, table
+from gpt.published import ACTIVATIONS, NAMES, SETTINGS, nearest, read_config, table
 
+OURS = ("last", "state.json")  # in the folder of a run, of a checkpoint
 INDEX = "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def recognizes(source: str | Path) -> bool:
-    """True for weights that are not a run's: a folder of them; where there is none, a published name, a near miss, or
-    OWNER/NAME as the hub has them."""
+    """True for weights that are not a run's: a folder of them; where there is none, a published name or a near miss."""
     name, folder = str(source), Path(source)
     if not os.path.exists(source):  # not Path.exists, which raises an error for a long text
-        return name in NAMES.values() or bool(_hint(name))
-    if any(os.path.exists(folder / ours) for ours in ("last", "state.json")):  # a run, a checkpoint
+        return bool(nearest(name))
+    if any(os.path.exists(folder / ours) for ours in OURS):
         return False
     try:
         return not {"model_type", "n_embd"}.isdisjoint(read_json(folder / "config.json"))
@@ -41,31 +80,22 @@ def recognizes(source: str | Path) -> bool:
         return any(folder.glob("*model*.safetensors"))
 
 
-def _hint(name: str) -> str:
-    """The remedy for a name that looks like one of weights but is not known."""
-    names, least = (NAMES.values(), 0.9) if "/" in name else (NAMES.keys(), 0.7)
-    if near := difflib.get_close_matches(name.lower(), names, n=2, cutoff=least):
-        return f"Did you mean {one_of(near)}?"
-    owner, _, folder = name.partition("/")
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and owner != "runs" and not os.path.exists(owner):
-        return f"Download them and name their folder: hf download {name} --local-dir {folder}"
-    return ""
-
-
 def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path:
     """The folder that `source` is, or the one in which huggingface-hub keeps a published name's `files`, downloaded on
     first use. Raises Mistake if there is neither or the download fails."""
     name = str(source)
     if os.path.isdir(source):
+        if any(os.path.exists(Path(source, ours)) for ours in OURS):
+            raise Mistake(f"that is a run ({name}). Export it first: python -m gpt.pretrained export {name} FOLDER")
         return Path(source)
     repository = NAMES.get(name, name)
     if repository not in NAMES.values():
         if os.path.exists(source):
             raise Mistake(f"that is a file ({name}). Name the folder of the weights.")
-        remedy = _hint(name) or f"Known: {', '.join(NAMES)}; or name a run or a folder."
+        remedy = f"Did you mean {one_of(near)}?" if (near := nearest(name)) else f"Known: {', '.join(NAMES)}."
         raise Mistake(f"no weights of that name and no such folder ({name}). {remedy}")
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each new try
@@ -73,6 +103,11 @@ def find(source: str | Path, files=("config.json", "model.safetensors")) -> Path
             try:
                 path = hf_hub_download(repository, file, local_files_only=True)
             except LocalEntryNotFoundError:
+                try:
+                    get_hf_file_metadata(hf_hub_url(repository, file))
+                except Exception as error:
+                    if type(error).__name__.startswith("Connect"):  # a download would try again for half a minute
+                        raise
                 path = hf_hub_download(repository, file)
     except ImportError:
         raise Mistake(f"{name} comes by huggingface-hub (not installed). pip install huggingface-hub") from None
@@ -109,10 +144,10 @@ def _files(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def _opened(path: Path):
     try:
-        with safe_open(path, framework="pt") as file:
+        with open(path, "rb"), safe_open(path, framework="pt") as file:  # the first has the system's reason
             yield file
     except (OSError, SafetensorError, AttributeError) as error:  # AttributeError: a type that this torch does not have
-        raise _unusable(path, error, "Download the file again, or name another folder.") from None
+        raise _unusable(path, error, "Make it readable, download it again, or name another.") from None
 
 
 def _tensors(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -213,38 +248,3 @@ def target(config: ModelConfig, folder: str | Path) -> Path:
     except OSError as error:
         raise Mistake(f"cannot export to {path} ({error.strerror or error}). Name a new folder.") from None
     return path
-
-
-def main(argv: list[str]):
-    from gpt import published
-    from gpt.command_line import CommandLine
-    from gpt.screen import tell
-    from gpt.tokenizer import TOKENIZERS
-    from gpt.training import checkpoint, corpus
-
-    command = CommandLine(prog="python -m gpt.pretrained", description=__doc__, formatter_class=Lines)
-    command.add_argument("verb", choices=("check", "export"), metavar="check|export")
-    command.add_argument("source", metavar="WEIGHTS|RUN", help="a name or folder to check; a run to export")
-    command.add_argument("folder", nargs="?", metavar="FOLDER", help="where to export to")
-    words = command.parse_args(argv)
-
-    def body():
-        if words.verb == "export" and words.folder:
-            config = checkpoint.read_state(source := checkpoint.find(words.source))[1]
-            target(config.model, words.folder)  # before anything is loaded
-            export(checkpoint.load_model(source), words.folder, TOKENIZERS[config.tokenizer]())
-            tell(f"exported {words.source} to {words.folder}")
-        elif words.verb == "check" and not words.folder:
-            folder, agree = find(words.source), []
-            for fact in published.check(load(folder), folder, corpus.shakespeare):
-                print(fact.line(), flush=True)
-                agree.append(fact.agrees)
-            return int(False in agree)
-        else:
-            raise Mistake(f"check takes one source, export a run and a folder ({words.verb}). See --help.")
-
-    command.run(body)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """Facts about the published weights: names, settings, sizes, and results to compare with."""
 
+import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +86,12 @@ TURING = "Alan Turing theorized that computers would one day become", " the most
 # Losses of ten updates by AdamW at 1e-4 on one batch, by a published C implementation. The batch is the first 4 x 64
 # tokens of tiny Shakespeare, with an end-of-text id before every paragraph.
 OVERFITTING = (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511)
+
+
+def nearest(name: str) -> list[str]:
+    """The published names that this one is, or is nearly."""
+    names, least = (NAMES.values(), 0.9) if "/" in name else (NAMES.keys(), 0.7)
+    return difflib.get_close_matches(name.lower(), names, n=2, cutoff=least)
 
 
 def table(model_type: str, n_layers: int) -> dict[str, tuple[str, bool]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import tracemalloc
@@ -304,10 +305,11 @@ def test_what_a_link_leads_to_is_never_deleted(tmp_path):
     checkpoint.tidy(run, {"step": 3, "best_step": None}, keep=1)
     assert names(run) == ["last", "step-000003"] and len(names(elsewhere)) == 3
     (run / "step-000001").symlink_to(elsewhere)
+    (elsewhere / "thesis.txt").touch()
     write_config(run)
     (tmp_path / "link").symlink_to(run)
     assert new_run(str(tmp_path / "link"), "", True) == tmp_path / "link"
-    assert names(run) == [".lock"] and len(names(elsewhere)) == 3
+    assert names(run) == [".lock"] and len(names(elsewhere)) == 4
 
 
 def test_a_file_beside_a_checkpoints_own_is_kept(tmp_path):
@@ -427,6 +429,28 @@ def test_a_remedy_names_what_there_is(tmp_path):
     (tmp_path / "step-000003" / "model.safetensors").write_bytes(b"")
     with pytest.raises(Mistake, match=r"damaged \((?!.*--checkpoint)"):
         checkpoint.load_model(tmp_path / "step-000003")
+
+
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_looked_up_again(tmp_path, monkeypatch):
+    for step in (3, 4):
+        save(tmp_path, *trained(), step=step)
+
+    def read_late(folder, really=checkpoint.read_state):
+        if folder.name == "step-000003":
+            write(tmp_path / "best", "4")
+            shutil.rmtree(folder)
+        return really(folder)
+
+    monkeypatch.setattr(checkpoint, "read_state", read_late)
+    write(tmp_path / "best", "3")
+    assert checkpoint.load_run(tmp_path)[0].name == "step-000004"
+    for folder, which in ((tmp_path, "3"), (tmp_path / "step-000003", None)):
+        save(tmp_path, *trained(), step=3)
+        with pytest.raises(Mistake, match="step-000003|3 in .*--checkpoint 4"):
+            checkpoint.load_run(folder, which)
+    (tmp_path / "step-000004" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Mistake, match="damaged.*model.safetensors"):
+        checkpoint.load_run(tmp_path)
 
 
 def test_a_placement_that_is_gone_is_no_damage(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import runpy
 import shlex
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from gpt import BLOCKS
 from gpt.blocks import PreLN
 from gpt.command_line import CommandLine
 from gpt.config import Mistake
+from gpt.screen import say, tell
 from gpt.training.report import stopped
 
 FLAGS = as_flags(TOY_RUN)
@@ -61,6 +63,16 @@ def test_a_package_that_is_not_installed_is_one_line(here, script, package, argu
     assert f"error: {package} " in result.stderr and "requirements.txt" in result.stderr
 
 
+def test_so_it_is_for_the_command_of_the_weights(tmp_path):
+    """Whose --help needs no torch."""
+    start = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['torch'] = None; "
+    start += "runpy.run_module('gpt.pretrained', run_name='__main__', alter_sys=True)"
+    for words, status in ((["--help"], 0), (["check", "gpt2"], 2), (["export", "r", "folder"], 2)):
+        result = python("-c", start, *words, cwd=tmp_path)
+        assert result.returncode == status and ("usage: " in result.stdout) == (status == 0), result.stderr
+        assert status == 0 or ("error: torch " in result.stderr and result.stderr.count("\n") == 1), result.stderr
+
+
 def test_a_torch_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
     with pytest.raises(Mistake, match=r"\(2\.5\.1\+cu121.*requirements\.txt"):
@@ -83,7 +95,11 @@ STREAMS = [("stdin", 0), ("stdout", 1), ("stderr", 2)]
 def test_a_stream_that_the_shell_closed_is_a_null_device(here, forks, closed):
     prelude = "".join(f"os.close({number}); sys.{name} = None\n" for name, number in closed)
     prelude += "import gpt.training.trainer as t; load = t.Trainer._load\n"
-    prelude += "t.Trainer._load = lambda run: (load(run), open('number', 'w').write(str(os.open('text.txt', 0))))\n"
+    prelude += (
+        "passed = lambda: all(os.get_inheritable(number) for number in range(3))  # to processes that it starts\n"
+    )
+    prelude += "write = lambda: open('number', 'w').write(str(passed() and os.open('text.txt', 0)))\n"
+    prelude += "t.Trainer._load = lambda run: (load(run), write())\n"
     flags = ["--data", "text.txt", "--steps", 4, *FLAGS]
     assert forks.start("train", *flags, "--out", "r", cwd=here, prelude=prelude).wait() == 0
     assert int((here / "number").read_text(encoding="utf-8")) > 2
@@ -93,6 +109,15 @@ def test_a_stream_that_the_shell_closed_is_a_null_device(here, forks, closed):
     assert process.wait() == 0 and (here / "s").read_text(encoding="utf-8").startswith("ab")
     assert process.out == "" if ("stdout", 1) in closed else process.out.startswith("ab")
     assert process.err == "" or ("stderr", 2) not in closed
+
+
+def test_without_streams_nothing_is_said(monkeypatch, capfd):
+    """As in a program without a console, which uses the package."""
+    monkeypatch.setattr(sys, "stderr", None)
+    say("text")
+    monkeypatch.setattr(sys, "stdout", None)
+    tell("text")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_train_then_sample_from_another_folder(here, forks):
@@ -226,7 +251,7 @@ BAD_TRAIN = [
     (["--epochs", "3"], "(--epochs)", "--steps"),
     (["--data", LONG], "xxx", "text file"),
     (["--out", LONG], "xxx", "another"),
-    (["--out", "r", "--resume", "--checkpoint", LONG], "no checkpoint"),
+    (["--out", "r", "--resume", "--checkpoint", LONG], "r)", "train.py"),
     ([LONG], "xxx", ".toml"),
     (["nul.toml"], "data", "NUL"),
     (["--data", "a\0b"], r"a\x00b", "NUL"),
@@ -278,6 +303,8 @@ def test_a_mistake_in_training_is_one_line_and_nothing_is_written(here, capsys, 
 BAD_SAMPLE = [
     (["nowhere"], "nowhere)", "runs/text-pre"),
     (["runs/text-per"], "text-per)", "runs/text-pre"),
+    (["run/text-pre"], "run/text-pre)", "runs/text-pre", "hf download run/text-pre"),
+    (["runs/text-pre/step-000077"], "step-000077)", "runs/text-pre/step-000002"),
     (["text.txt"], "text.txt)", "runs/text-pre"),
     (["runs"], "runs)", "runs/text-pre"),
     (["runs/text-pre", "The "], "(The )", "--prompt"),
@@ -293,7 +320,7 @@ BAD_SAMPLE = [
     (["--out", LONG], "xxx", "new file"),
     (["--out", ""], "(none)", "--out"),
     (["--top-k", "0"], "top_k", "(0)", "left out"),
-    (["--seed", str(2**63 - 1), "--num-samples", "2"], "seed", f"({2**63})"),
+    (["--seed", str(2**63 - 1), "--num-samples", "2"], "num_samples", "(2)", "at most 1 "),
     (["--top-k", "257"], "top_k", "(257)", "256"),
     (["--top-p", "1.5"], "top_p", "(1.5)"),
     (["--temperature", "-1"], "temperature", "(-1.0)"),
@@ -317,6 +344,13 @@ def test_a_mistake_in_sampling_is_one_line(here, capsys):
     call(train, "--data", "text.txt", "--steps", 2, *FLAGS, capsys=capsys)
     for arguments, *words in BAD_SAMPLE:
         refused(sample, arguments, words, capsys)
+
+
+def test_a_run_or_a_checkpoint_that_is_not_there_is_told_from_those_that_are(here, capsys):
+    call(train, "--data", "text.txt", "--steps", 2, *FLAGS, capsys=capsys)
+    for script, words in ((probe, []), (train, ["--resume", "--out"]), (train, ["--init"])):
+        for name, other in (("run/x", "runs/text-pre"), ("runs/text-pre/step-000077", "runs/text-pre/step-000002")):
+            refused(script, [*words, name], [f"{name})", other], capsys)
 
 
 def test_an_existing_run_is_kept_resumed_or_overwritten_as_asked(here, capsys):
@@ -454,6 +488,15 @@ def test_a_remedy_names_no_flag_that_the_script_lacks(capsys):
         CommandLine().run(body)
     err = capsys.readouterr().err
     assert err.startswith("error: out of memory") and "--" not in err
+
+
+def test_without_a_folder_for_temporary_files_there_is_a_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    with pytest.raises(SystemExit) as exit:
+        CommandLine().run(tempfile.mkdtemp)
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and err.count("\n") == 1 and "/nowhere" in err and "TMPDIR" in err
 
 
 def test_a_strangers_words_do_not_steer_the_terminal(capsys):

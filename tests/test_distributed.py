@@ -145,7 +145,7 @@ def jobs(tmp_path_factory, forks):
 
 def assert_close(one, other):
     """Two runs that differ by rounding: everything they wrote down, and all tensors of their last checkpoints."""
-    for file in ("metrics.jsonl", "probe.jsonl"):
+    for file in ("metrics.jsonl", "steps.jsonl", "probe.jsonl"):
         pairs = list(zip(records(one, file), records(other, file), strict=True))
         for a, b in pairs:
             assert a.keys() == b.keys() and a["step"] == b["step"]
@@ -197,6 +197,37 @@ def test_a_run_goes_on_with_another_number_of_processes(jobs):
     first, *_ = four = jobs.start(*[["--resume", "--out", "resumed", "--steps", str(STEPS), "--no-shard"]] * 4)
     assert [process.wait() for process in four] == [0] * 4 and "4 processes, replicas; cpu" in first.out
     assert_close(jobs.alone("resumed", **settings), jobs.folder / "resumed")
+
+
+TIED = """
+from gpt.blocks import BLOCKS, PreLN
+
+class Tied(PreLN):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.attn_again = self.attn
+
+    def forward(self, x):
+        x = x + self.attn(self.attn_norm(x)) + self.attn_again(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+BLOCKS["tied"] = Tied
+"""
+
+
+def test_a_weight_of_two_names_goes_on_as_if_never_stopped(jobs):
+    def train_by_two(*words):
+        for process in jobs.start([*words], [*words], preludes={0: TIED, 1: TIED}):
+            assert process.wait() == 0, process.err
+
+    train_by_two(*flags(out="tied", norm="tied", save_every=1, keep=9))
+    whole = jobs.folder / "tied" / f"step-{STEPS:06d}"
+    before = {path.name: path.read_bytes() for path in whole.glob("*.safetensors")}
+    assert {"blocks.0.attn.qkv.weight", "blocks.0.attn_again.qkv.weight"} <= load_file(
+        whole / "model.safetensors"
+    ).keys()
+    train_by_two("--resume", "--out", "tied", "--checkpoint", 1)
+    assert {path.name: path.read_bytes() for path in whole.glob("*.safetensors")} == before
 
 
 def test_a_mistake_is_one_line_of_every_process_and_nothing_hangs(jobs):
@@ -311,6 +342,19 @@ def test_torchrun_is_told_of_mistakes_and_of_failures(here, monkeypatch, capsys,
     status, _, err = call(train, *flags(warmup_steps=0), *mistake, capsys=capsys)
     assert status in (1, 2) and value in err
     assert value in json.loads((here / "error.json").read_text("utf-8"))["message"]["message"]
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(()), torch.ones(2, 3).t(), torch.ones(3, dtype=torch.float64), None],
+    ids=lambda w: str(w)[:20],
+)
+def test_a_weight_that_cannot_be_split_is_named(weight):
+    """None stands for a weight of two names."""
+    block = (model := toy_model()).blocks[1]
+    block.odd = block.mlp.up.weight if weight is None else torch.nn.Parameter(weight)
+    with pytest.raises(Mistake, match=r"\(blocks\.1\.(odd|mlp\.up\.weight): .*--shard"):
+        distributed.shard(model)
 
 
 def test_shards_want_a_format_without_a_scaler(monkeypatch):

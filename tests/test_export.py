@@ -140,7 +140,7 @@ def test_the_command_that_exports(here, quick, capsys):
         (["export", "r", "out"], "out.*new folder"),
         (["export", "r"], r"\(export\)"),
         (["check", "r", "x"], r"\(check\)"),
-        (["check", "r"], "r.config.json.*model_type"),
+        (["check", "r"], r"\(r\).* export r "),
         (["chekc", "gpt2"], "'chekc'.*check.*export"),
         (["export", "post", "new"], "norm post"),
     ):

@@ -89,7 +89,7 @@ def test_kills_lose_nothing_that_was_saved(tmp_path, text_file, forks):
     for file in ("model.safetensors", "optimizer.safetensors"):
         one, other = (load_file(end / file) for end in ends)
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    for file in ("metrics.jsonl", "probe.jsonl"):
+    for file in ("metrics.jsonl", "steps.jsonl", "probe.jsonl"):
         assert records(tmp_path / "r", file) == records(tmp_path / "whole", file)
     one, other = (checkpoint.read_state(end)[0] for end in ends)
     assert all(one[name] == other[name] for name in ("step", "val_loss", "best_step", "best_val_loss", "corpus"))
@@ -286,6 +286,35 @@ def test_a_folder_that_cannot_be_written(trained, forks):
             assert f"{how[0]}: Permission denied" in process.err, process.err
         for place in (folder, os.path.join(folder, "r")):
             os.chmod(place, 0o755)
+
+
+@posix
+def test_what_a_user_may_not_read_is_a_mistake(trained, forks):
+    """A folder or a file, in whatever a script is given; as above, by a user without rights."""
+    cases = {
+        "r": [("sample", "r"), ("probe", "r"), ("train", "--resume", "--out", "r"), ("train", "--init", "r")],
+        "r/step-000004": [("sample", "r"), ("gpt.pretrained", "export", "r", "new")],
+        "r/step-000004/model.safetensors": [("sample", "r"), ("train", "--init", "r", "--data", "text.txt")],
+        "r/best": [("sample", "r")],
+        "text.txt": [("train", "--data", "text.txt")],
+        "w": [("gpt.pretrained", "check", "w"), ("train", "--init", "w")],
+        "w/model.safetensors": [("gpt.pretrained", "check", "w"), ("sample", "w")],
+    }
+    prelude = "import probe; os.geteuid() or os.setuid(65534)"
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(trained, folder, dirs_exist_ok=True)
+        export(toy_model(vocab_size=256), os.path.join(folder, "w"))
+        os.chmod(folder, 0o777)
+        for name, commands in cases.items():
+            path = os.path.join(folder, name)
+            mode = os.stat(path).st_mode
+            os.chmod(path, 0)
+            processes = [forks.start(*words, cwd=folder, prelude=prelude) for words in commands]
+            for words, process in zip(commands, processes):
+                assert process.wait() == 2 and process.err.startswith("error: "), (name, words, process.err)
+                assert process.err.count("\n") == 1 and name in process.err, (name, words, process.err)
+                assert "ermission denied" in process.err, (name, words, process.err)
+            os.chmod(path, mode)
 
 
 def mutations(content: bytes):

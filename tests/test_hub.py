@@ -75,6 +75,33 @@ def test_a_name_is_downloaded_once_and_then_needs_no_network(tmp_path, hub, fork
     assert len(asked) == before > 0
 
 
+def test_without_a_connection_a_name_is_refused_and_a_slow_one_is_awaited(here, monkeypatch):
+    """The hub's library would try again, for half a minute."""
+    hub, errors = (pytest.importorskip(f"huggingface_hub{part}") for part in ("", ".errors"))
+    tried, missing = [], errors.LocalEntryNotFoundError("slow")
+
+    def download(repository, file, local_files_only=False):
+        tried.append(local_files_only)
+        raise missing
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    for error, expected in (("ConnectError", [True]), ("ConnectionError", [True]), ("ReadTimeout", [True, False])):
+        tried.clear()
+        monkeypatch.setattr(hub, "get_hf_file_metadata", fails(type(error, (Exception,), {})("slow")))
+        with pytest.raises(Mistake, match=r"gpt2 \(.*slow\).*HF_ENDPOINT"):
+            load("gpt2")
+        assert tried == expected
+
+
+def fails(error):
+    """A function that raises this error."""
+
+    def function(*arguments):
+        raise error
+
+    return function
+
+
 def test_without_the_hubs_library_a_folder_still_loads_and_a_name_says_how(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert load(golden.folder(here / "w")).config.d_model == 12
@@ -106,7 +133,7 @@ def test_a_near_miss_is_taken_for_a_name(name, meant):
 def test_another_name_of_the_hub_is_told_how_to_become_a_folder(name, here, capsys):
     for script, arguments in ((sample, [name]), (probe, [name]), (train, ["--init", name])):
         status, out, err = call(script, *arguments, capsys=capsys)
-        assert (status, out) == (2, "") and f"({name})" in err and f"hf download {name} --local-dir" in err
+        assert (status, out) == (2, "") and f"{name})" in err and f"hf download {name} --local-dir" in err
         assert "Did you mean" not in err and err.count("\n") == 1
     (here / name.partition("/")[0]).mkdir()
     assert not recognizes(name)  # a path into a folder that is there

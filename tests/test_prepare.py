@@ -484,22 +484,54 @@ def test_a_full_disk_ends_it_with_one_line_and_it_goes_on_when_there_is_room(tmp
 
 
 @POSIX
-@pytest.mark.parametrize("after", [0.0, 0.7])  # while workers start, and later
-def test_ctrl_c_twice_ends_a_preparation_at_once_and_without_a_word(tmp_path, after):
-    (tmp_path / "t.txt").write_bytes(b"the norm of a line\n" * 500_000)
-    flags = ["t.txt", "--tokenizer", "gpt2", "--workers", "2", "--out", "p"]
+@pytest.mark.parametrize("file", [".progress.json", "00000.bin"])  # is there before workers start, and while they work
+def test_ctrl_c_twice_ends_a_preparation_at_once_and_without_a_word(tmp_path, file):
+    (tmp_path / "t.txt").write_bytes(b"the norm of a line\n" * 100_000)
+    # Named so often that no machine is done with it before the signal.
+    flags = [*["t.txt"] * 3000, "--tokenizer", "gpt2", "--workers", "2", "--shard-tokens", "100000", "--out", "p"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, ROOT / "data" / "prepare.py", *flags]
     process = subprocess.Popen(command, start_new_session=True, cwd=tmp_path, **pipes)
-    while not (tmp_path / "p" / ".progress.json").exists():
+    while not (tmp_path / "p" / file).exists():
         assert process.poll() is None
         time.sleep(0.005)
-    time.sleep(after)
-    for _ in range(2):
+    for pause in (0.01, 0.01, 0.02, 0.05):
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.05)
+        time.sleep(pause)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out + err == ""
+
+
+@POSIX
+def test_a_second_ctrl_c_does_not_keep_the_first_from_ending_the_workers(monkeypatch):
+    before, ended = signal.getsignal(signal.SIGINT), []
+
+    class Worker:
+        def kill(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.append(self)
+
+    monkeypatch.setattr(worker_processes.multiprocessing, "active_children", lambda: [Worker(), Worker()])
+    try:
+        with pytest.raises(KeyboardInterrupt, match="the first"), worker_processes.open_pool(2):
+            raise KeyboardInterrupt("the first")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(ended) == 2
+
+
+@POSIX
+def test_a_worker_killed_half_way_through_its_result_is_not_waited_for(tmp_path):
+    lines = f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nfrom gpt.training import workers\n"
+    lines += "with workers.open_pool(2) as pool:\n"
+    lines += "    assert workers.begin(pool, [(True, 'ab')], 'bytes', True)().tobytes() == b'ab'\n"
+    lines += "    os.write(pool._result_queue._writer.fileno(), b'half')\n"
+    lines += "    sys.exit(3)\n"
+    process = subprocess.Popen([sys.executable, "-c", lines], cwd=tmp_path)
+    try:
+        assert process.wait(timeout=60) == 3
+    finally:
+        process.kill()
 
 
 @POSIX

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
-from gpt.config import Failure, Mistake, ModelConfig, one_of, require_same
+from gpt.config import Failure, Mistake, ModelConfig, require_same
 from gpt.files import FORMAT, courtesy, new_folder, read_json, read_lines, sha256, write
 from gpt.model import GPT, with_weights
-from gpt.training.run import checkpoints, delete_checkpoint, saved_runs, step_of
+from gpt.training.run import checkpoints, delete_checkpoint, no_checkpoint, other_steps, step_of
 from gpt.training.settings import TrainConfig, configure, flat
 
 
@@ -116,19 +116,17 @@ def path_of(run: Path, step: int) -> Path:
     return run / f"step-{step:06d}"
 
 
-def find(folder: str | Path, which: str | None = None) -> Path:
+def find(folder: str | Path, which: str | None = None, hint: str = "") -> Path:
     """The checkpoint folder that `folder` is, or that `which` names in a run: "best", "last", a step, or None for the
-    best if there is one, else the last. Raises Mistake if it is not there."""
+    best if there is one, else the last. Raises Mistake if it is not there; `hint` is a further remedy where there is no
+    such folder."""
     folder = Path(folder)
     if (folder / "state.json").exists():
         if which is not None:
             raise Mistake(f"that is a checkpoint ({folder}). Name its run to choose {which}.")
         return folder
     if not (saved := checkpoints(folder)):
-        runs = saved_runs(folder) or saved_runs()
-        names = ", ".join(map(str, runs[-4:]))
-        remedy = f"Runs that have one: {names}." if runs else "Train one: python train.py --norm pre."
-        raise Mistake(f"no checkpoint there ({folder.absolute()}). {remedy}")
+        raise no_checkpoint(folder, hint)
     if which is None:
         which = "best" if (folder / "best").exists() else "last"
     step = which
@@ -139,20 +137,14 @@ def find(folder: str | Path, which: str | None = None) -> Path:
     checkpoint = path_of(folder, int(step)) if step.isdecimal() and len(step) < 20 else None
     if checkpoint is None or not checkpoint.is_dir():
         place = which if step == which else f"{which}, step {step},"
-        raise Mistake(f"no such checkpoint ({place} in {folder}). {_others(folder)}")
+        raise Mistake(f"no such checkpoint ({place} in {folder}). {other_steps(folder)}")
     return checkpoint
-
-
-def _others(run: Path, but: Path | None = None) -> str:
-    """The remedy where a checkpoint is not there, or is damaged."""
-    steps = [step_of(path) for path in checkpoints(run) if path != but]
-    return f"Use another one: --checkpoint {one_of(steps)}." if steps else "There is no other one: train again."
 
 
 def _damaged(path: Path, error) -> Mistake:
     folder = path if path.is_dir() else path.parent
     state = "cannot be read" if isinstance(error, OSError) else "is damaged"
-    return Mistake(f"the checkpoint {state} ({path}: {error}). {_others(folder.parent, but=folder)}")
+    return Mistake(f"the checkpoint {state} ({path}: {error}). {other_steps(folder.parent, but=folder)}")
 
 
 def read_state(checkpoint: Path) -> tuple[dict, TrainConfig]:
@@ -185,15 +177,30 @@ def load_model(folder: str | Path, config: ModelConfig | None = None) -> GPT:
         raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
 
 
+def load_run(folder: str | Path, which: str | None = None, hint: str = "") -> tuple[Path, TrainConfig, GPT]:
+    """The checkpoint folder that `find` has for these, its configuration and its model. A run that goes on meanwhile
+    deletes old checkpoints, so one that is gone is looked up again."""
+    checkpoint = None
+    for last_try in (False, False, True):
+        try:
+            checkpoint = find(folder, which, hint)
+            return checkpoint, read_state(checkpoint)[1], load_model(checkpoint)
+        except Mistake:
+            if last_try or (checkpoint and checkpoint.is_dir()):
+                raise
+    raise AssertionError
+
+
 def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:
     """The state, the weights and the moments that `save` wrote. Raises Mistake if they are damaged, or of another
     architecture or optimizer than `config`'s."""
     state, stored = read_state(checkpoint)
     require_same(stored.model, config.model, "the checkpoint")
     for name in ("optimizer", "tokenizer", "init"):
-        if Path(getattr(stored, name)).absolute() != Path(getattr(config, name)).absolute():  # init may be a path
-            values = f"{getattr(stored, name)}, not {getattr(config, name)}"
-            raise Mistake(f"the checkpoint has another {name} ({values}). Leave it as it was.")
+        before, now = getattr(stored, name), getattr(config, name)
+        same_folder = name == "init" and Path(before).absolute() == Path(now).absolute()
+        if before != now and not same_folder:
+            raise Mistake(f"the checkpoint has another {name} ({before}, not {now}). Leave it as it was.")
     weights = _tensors(checkpoint, "model.safetensors", state)
     moments: dict = {name: {} for name in weights}
     for path, value in _tensors(checkpoint, "optimizer.safetensors", state).items():

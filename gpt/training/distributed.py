@@ -151,13 +151,22 @@ def reported(main: Callable) -> Callable:
 
 
 def shard(model):
-    """Split a model's weights over all processes, block by block, in place (FSDP2)."""
+    """Split a model's weights over all processes, block by block, in place (FSDP2). Raises Mistake for a weight that
+    cannot be split."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    if several := shared(model):
-        raise Mistake(f"--shard splits no weight that two modules share ({several[0]}). Leave --shard out.")
+    unfit = {name: "two modules share it" for name in shared(model)}
+    for name, weight in model.named_parameters():
+        if weight.dim() == 0:
+            unfit[name] = "it has no dimension"
+        elif not weight.is_contiguous():
+            unfit[name] = "it is a transposed view"
+        elif weight.requires_grad and weight.dtype != model.token_embedding.weight.dtype:
+            unfit[name] = f"it is in {weight.dtype}, unlike the rest"
+    for name, reason in unfit.items():
+        raise Mistake(f"--shard cannot split a weight ({name}: {reason}). Leave --shard out.")
     mesh = init_device_mesh(model.token_embedding.weight.device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)

@@ -9,12 +9,12 @@ import shutil
 import signal
 from pathlib import Path
 
-from gpt.config import Mistake
+from gpt.config import Mistake, one_of
 from gpt.files import held, read_json, read_lines, write
 
 PARTS = ("state.json", "model.safetensors", "optimizer.safetensors")  # of a checkpoint
 # What training writes into a run's folder.
-FILES = "best|last|metrics.jsonl|probe.jsonl|curve.png|probe.png|config.json"
+FILES = "best|last|metrics.jsonl|steps.jsonl|probe.jsonl|outcome.json|curve.png|probe.png|config.json"
 WRITTEN = rf"{FILES}|\.({FILES})\.new|step-\d{{6,}}|\.step-\d{{6,}}(-old|\.new)|events\.out\.tfevents\..*"
 
 
@@ -45,14 +45,14 @@ def delete_checkpoint(folder: Path):
         folder.unlink()
     elif folder.name.startswith("."):
         shutil.rmtree(folder)
-    elif _others(folder):
+    elif _foreign(folder):
         for name in PARTS:
             (folder / name).unlink(missing_ok=True)
     else:  # renamed first, so that a kill half-way leaves nothing that looks like a checkpoint
         shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}-old")))
 
 
-def _others(folder: Path) -> list[Path]:
+def _foreign(folder: Path) -> list[Path]:
     """The files in a checkpoint's folder that training did not write."""
     return [] if folder.is_symlink() else [path for path in folder.iterdir() if path.name not in PARTS]
 
@@ -60,9 +60,9 @@ def _others(folder: Path) -> list[Path]:
 def delete_run(run: Path):
     """Delete what training has written into the folder, and no other file. Raises Mistake for a checkpoint with other
     files in it."""
-    if others := [path for folder in checkpoints(run) for path in _others(folder)]:
+    if foreign := [path for folder in checkpoints(run) for path in _foreign(folder)]:
         raise Mistake(
-            f"a checkpoint has a file that is not its own ({others[0]}). Move it away, or name another --out."
+            f"a checkpoint has a file that is not its own ({foreign[0]}). Move it away, or name another --out."
         )
     paths = [path for path in run.iterdir() if re.fullmatch(WRITTEN, path.name)]
     for path in sorted(paths, key=lambda path: path.name == "config.json"):  # by which a run is known
@@ -109,6 +109,25 @@ def saved_runs(runs: Path = Path("runs")) -> list[Path]:
     return [path.parent for path in sorted(saved, key=lambda path: path.stat().st_mtime)]
 
 
+def no_checkpoint(folder: Path, hint: str) -> Mistake:
+    """That the folder, if there is one, has no checkpoint, and what has."""
+    runs, there = saved_runs(folder) or saved_runs(), os.path.exists(folder)
+    if not there and re.fullmatch(r"step-\d+", folder.name) and (steps := checkpoints(folder.parent)):
+        return Mistake(f"no such checkpoint ({folder}). Use another one: {one_of(steps[-4:])}.")
+    names = ", ".join(map(str, runs[-4:]))
+    remedy = f"Runs with a checkpoint: {names}." if runs else "Train one: python train.py --norm pre."
+    problem = "no checkpoint there" if there else "no such run"
+    return Mistake(f"{problem} ({folder.absolute()}). {remedy} {'' if there else hint}".rstrip())
+
+
+def other_steps(run: Path, but: Path | None = None) -> str:
+    """The remedy where a checkpoint is not there, or is damaged."""
+    steps = [step_of(path) for path in checkpoints(run) if path != but]
+    if steps:
+        return f"Use another one: --checkpoint {one_of(steps)}."
+    return "There is no other one: put it back, or train again."
+
+
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run that saved last. Raises Mistake if there is none."""
     saved = saved_runs(runs)
@@ -117,10 +136,13 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     return saved[-1]
 
 
-def forget_later_lines(run: Path, step: int):
-    """Drop the lines of steps after a checkpoint, which a resumed run will do again."""
-    for path in filter(os.path.exists, (run / "metrics.jsonl", run / "probe.jsonl")):
-        write(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] <= step))
+def forget_later_lines(run: Path, step: int, probes_again: bool = False):
+    """Drop the lines of steps after a checkpoint, which a resumed run will do again; and the probe of its own step, if
+    that will be done again."""
+    lasts = {"metrics.jsonl": step, "steps.jsonl": step, "probe.jsonl": step - 1 if probes_again else step}
+    for name, last in lasts.items():
+        if os.path.exists(path := run / name):
+            write(path, "".join(json.dumps(record) + "\n" for record in read_lines(path) if record["step"] <= last))
 
 
 class StopRequest:

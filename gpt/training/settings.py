@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,14 +131,15 @@ def flat(config: TrainConfig) -> dict:
     return {name: getattr(config.model if name in MODEL_SETTINGS else config, name) for name in SETTINGS}
 
 
-def read_toml(path: str | Path) -> dict:
-    """The settings of a TOML file. Raises Mistake if it cannot be read."""
+def read_toml(path: str | Path, tables=()) -> dict:
+    """The settings of a TOML file, and those of its tables whose names are in `tables`. Raises Mistake if it cannot be
+    read, or has other tables."""
     try:
         settings = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         str(settings)  # raises a ValueError for a whole number of more than 4,300 digits
         for name in settings:
-            if isinstance(settings[name], dict):
-                raise ValueError(f"a table, [{name}]")
+            if isinstance(settings[name], dict) != (name in tables):
+                raise ValueError(f"a table, [{name}]" if name not in tables else f"{name} is no table, [{name}.NAME]")
         return settings
     except OSError as error:
         reason = f"{Path(path).absolute()}: {error.strerror}"
@@ -156,12 +158,22 @@ def from_weights(source: str) -> TrainConfig:
     from gpt.training import checkpoint
 
     place = located(source)
-    if pretrained.recognizes(source) or not os.path.isdir(source):
+    if pretrained.recognizes(source):
         model = pretrained.read_config(pretrained.find(source, ["config.json"]))  # the rest may be gigabytes
         return TrainConfig(model, tokenizer=tokenizer_of(model, source), init=place, optimizer="adamw", lr=3e-5)
-    run = checkpoint.read_state(checkpoint.find(source))[1]
+    run = checkpoint.read_state(checkpoint.find(source, hint=hint(source)))[1]
     lr = None if run.lr == RATES[run.optimizer][0] else run.lr  # so that another optimizer has its own default
     return TrainConfig(run.model, tokenizer=run.tokenizer, init=place, optimizer=run.optimizer, lr=lr)
+
+
+def hint(source: str) -> str:
+    """Where weights come from, for a `source` that is neither a run nor published weights."""
+    from gpt.published import NAMES
+
+    owner, _, name = source.partition("/")
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) and owner != "runs" and not os.path.exists(owner):
+        return f"If it is the hub's: hf download {source} --local-dir {name}, and name that folder."
+    return "" if "/" in source else f"Published weights: {', '.join(NAMES)}."
 
 
 def located(source: str) -> str:

@@ -77,6 +77,8 @@ def open_pool(count: int):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would keep this process waiting for ever
         for worker in multiprocessing.active_children():
             worker.kill()
+        # One may have been killed half-way through a result. The pool waits for the rest, while this end is open.
+        pool._result_queue._writer.close()  # type: ignore[attr-defined]
         raise
     finally:
         pool.shutdown(cancel_futures=True)
