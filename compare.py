@@ -1,12 +1,16 @@
 """The same training for several placements and seeds: python compare.py pre post peri --seeds 3 --steps 500.
 
-The same command again goes on where it stopped; more seeds are added, and more placements where --out names it."""
+An ENTRY is a placement, with settings of its own behind a colon: post:lr=0.003,warmup_steps=300. The same command again
+goes on where it stopped; started elsewhere meanwhile, it helps."""
 
+import argparse
 import collections
+import contextlib
 import dataclasses
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,53 +18,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves i
 
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, lookup
-from gpt.files import courtesy, held, read_lines, write
-from gpt.screen import Progress, is_terminal, tell
-from gpt.study import comparison
-from gpt.training.report import require_tensorboard
-from gpt.training.results import code_of, default_folder, make_folder, open_results, run_name, save_results
-from gpt.training.run import StopRequest, checkpoints
-from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
+from gpt.files import Held, read_lines
+from gpt.screen import is_terminal, tell
+from gpt.training import jobs
+from gpt.training.outcomes import Folder, default_folder
+from gpt.training.overall import Overall
+from gpt.training.plan import MOST_SEEDS, Plan, Run, read_plan
+from gpt.training.run import StopRequest
+from gpt.training.settings import SETTINGS
 from train import train, update
 
-MOST_SEEDS = 1000
+RAMP = 16.0  # --max-rate: times an entry's rate
+OPTIONS = ("entries", "seeds", "rates", "depths", "max_rate", "jobs", "out", "overwrite", "latex", "helper")
 
 
-class Plan(NamedTuple):
-    """A comparison, checked and rehearsed."""
+class Rehearsed(NamedTuple):
+    """What a rehearsal of all runs has told."""
 
-    config: TrainConfig  # of all runs, but for placement and seed
-    seeds: list[int]
-    counts: dict[str, dict]  # by placement: numbers of parameters
-    runs: dict[str, tuple[str, int]]  # by name: placement and seed, one seed after the other
-    code: dict[str, str]  # by name: a checksum
-    settings: dict  # what all runs have in common
-
-
-def read_entries(entries: list[str], count: int, flags: dict) -> tuple[list[str], TrainConfig]:
-    """The placements and the configuration. Raises Mistake if they cannot be compared over so many seeds."""
-    from gpt.training import distributed
-
-    files = [entry for entry in entries if entry.endswith(".toml")]
-    placements = [name for entry in entries if entry not in files for name in entry.replace(",", " ").split()]
-    if len(files) > 1:
-        raise Mistake(f"two configurations ({', '.join(files)}). Name one.")
-    config = configure((read_toml(files[0]) if files else {}) | flags)
-    if not placements or not 1 <= count <= MOST_SEEDS:
-        counts = f"{len(placements)} placements, --seeds {count}"
-        raise Mistake(f"nothing to compare ({counts}). Give at least one of both, and at most {MOST_SEEDS} seeds.")
-    if len({*placements}) < len(placements):
-        raise Mistake(f"a placement is named twice ({', '.join(placements)}). Name each once.")
-    if config.init != "scratch" or config.val_fraction == 0:
-        values = f"init {config.init}, val_fraction {config.val_fraction:g}"
-        raise Mistake(f"a comparison starts from scratch and needs a validation split ({values}). Leave them out.")
-    if (size := distributed.world().size) > 1:
-        raise Mistake(f"a comparison is one process ({size}). Start it with python, several with an --out for each.")
-    return placements, config
+    plan: Plan  # with the corpus and the vocabulary settled
+    code: dict[tuple[str, int | None], str]  # by entry and depth: a checksum
+    counts: dict[tuple[str, int | None], dict]  # the same: numbers of parameters
+    corpus: str
+    level: float  # of the loss: above it a model knows little more than how often each token comes
+    unit: str
+    device: str
 
 
-def make_plan(placements: list[str], count: int, config: TrainConfig) -> Plan:
-    """Check what a run needs, and rehearse a step of each placement, so that no mistake is met after hours. Raises
+def rehearse(plan: Plan) -> Rehearsed:
+    """Check what the runs need, and rehearse a step of each entry, so that no mistake is met after hours. Raises
     Mistake; an error in a placement's code keeps its traceback."""
     import torch
 
@@ -68,147 +53,184 @@ def make_plan(placements: list[str], count: int, config: TrainConfig) -> Plan:
     from gpt.study.depth import depth_profile
     from gpt.tokenizer import TOKENIZERS
     from gpt.training import checkpoint, corpus, data, device
+    from gpt.training.code import code_of
+    from gpt.training.report import MARGIN, require_tensorboard
 
-    seeds = [dataclasses.replace(config, seed=config.seed + number).seed for number in range(count)]
-    device.choose(config.device, config.dtype, config.compile, device.look(config.device))
-    require_tensorboard(config)
-    tokenizer = lookup(TOKENIZERS, config.tokenizer, "tokenizer")()
-    shape = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
-    probe_every = config.probe_every or config.steps
-    config = dataclasses.replace(config, model=shape, data=corpus.resolve(config.data), probe_every=probe_every)
-    ids = corpus.load(config.data, tokenizer)
-    rows = data.Data(ids, shape.context_length, config.batch_size, config.val_fraction, config.seed).few_rows()
-    counts, code = {}, {}
-    for placement in placements:
+    first = [*[*plan.entries.values()][0].values()][0]
+    tokenizer = lookup(TOKENIZERS, first.tokenizer, "tokenizer")()
+    path = corpus.resolve(first.data)
+    ids = corpus.load(path, tokenizer)
+    sizes = first.model.context_length, first.batch_size, first.val_fraction
+    split = data.Data(ids, *sizes, first.seed)
+    code, counts, made = {}, {}, collections.defaultdict(dict)
+    for name, depth, config in plan.configurations():
+        compute = device.choose(config.device, config.dtype, config.compile, device.look(config.device))
+        require_tensorboard(config)
+        shape = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+        probe_every = config.probe_every or config.steps
+        config = dataclasses.replace(config, model=shape, probe_every=probe_every, data=path)
         torch.manual_seed(config.seed)
-        model = GPT(dataclasses.replace(shape, norm=placement))
-        depth_profile(model, rows)
+        model = GPT(shape)
+        depth_profile(model, split.few_rows())
         with tempfile.TemporaryDirectory() as folder:
-            state = {"step": 0, "config": checkpoint.config_to_json(dataclasses.replace(config, model=model.config))}
+            state = {"step": 0, "config": checkpoint.config_to_json(config)}
             checkpoint.save(Path(folder), model.state_dict(), {}, state)
             checkpoint.load_model(folder)
-        counts[placement] = {"parameters": model.count_parameters(), "in_norms": model.count_parameters("norm")}
-        code |= dict.fromkeys((run_name(placement, seed) for seed in seeds), code_of(model, update))
-    runs = {run_name(placement, seed): (placement, seed) for seed in seeds for placement in placements}
-    settings = {name: value for name, value in flat(config).items() if name not in ("norm", "seed")}
-    settings |= {"corpus": corpus.digest(ids), "unit": tokenizer.unit}
-    return Plan(config, seeds, counts, runs, code, settings)
+        counts[name, depth] = {"parameters": model.count_parameters(), "in_norms": model.count_parameters("norm")}
+        code[name, depth] = code_of(model, update)
+        made[name][depth] = config
+    plan = dataclasses.replace(plan, entries=dict(made))
+    return Rehearsed(plan, code, counts, corpus.digest(ids), split.entropy - MARGIN, tokenizer.unit, compute.device)
 
 
-def train_all(plan: Plan, out: Path, results: dict, stop) -> bool:
-    """Do the runs without an outcome, and go on with interrupted ones. False if `stop` came before the end."""
-    from gpt.training.checkpoint import find, read_state
-
-    runs, config = results["runs"], plan.config
-    begun = [name for name in plan.runs if name not in runs and checkpoints(out / name)]
-    done = sum(read_state(find(out / name, "last"))[0]["step"] for name in begun)
-    done += len(plan.runs.keys() & runs.keys()) * config.steps
-    width = max(map(len, plan.runs)) + 2
-    with Progress(len(plan.runs) * config.steps, done) as progress:
-        for number, (name, (placement, seed)) in enumerate(plan.runs.items(), start=1):
-            if name not in runs:
-                progress.label = f"{name.ljust(width)}{number}/{len(plan.runs)}  "
-                model = dataclasses.replace(config.model, norm=placement)
-                one = dataclasses.replace(config, seed=seed, model=model)
-                outcome = train_one(one, out / name, name in begun, stop, progress)
-                if outcome is None:
-                    return False
-                runs[name] = outcome
-                save_results(out, results)
-                losses = "validation loss {val_loss:.4f}; best {best_val_loss:.4f} at {best_step}"
-                line = "diverged at step {diverged}" if outcome["diverged"] else losses
-                progress.write(progress.label + line.format(**outcome))
-    return True
+def train_all(plan: Plan, level: float, folder: Folder, stop: StopRequest, progress: Overall) -> bool:
+    """Do the runs that have no outcome and that no other process does, until all have one. False if `stop` came."""
+    while not stop.signum:
+        waiting = [run for run in plan.runs(folder.loss_of) if folder.outcome(run) is None]
+        if not waiting:
+            progress.look()
+            return True
+        for run in waiting:
+            with contextlib.suppress(Held), folder.claim(run):
+                if folder.outcome(run) is None:  # nobody else has ended it meanwhile
+                    progress.begin_run(run)
+                    train_one(run, level, folder, stop, progress)
+                    progress.look()
+                break
+        else:
+            time.sleep(0.3)
+            progress.look()
+    return False
 
 
-def train_one(config: TrainConfig, run: Path, resume: bool, stop, progress: Progress) -> dict | None:
-    """The outcome of a run, for results.json; None if it was stopped."""
+def train_one(run: Run, level: float, folder: Folder, stop: StopRequest, progress: Overall):
+    """Do a run, or go on with it, and write its outcome, unless `stop` came before its end."""
+    from gpt.study.stability import largest_rate, learned_nothing, stability
+    from gpt.training.optim import lr_at
     from gpt.training.report import Diverged
 
-    outcome = {"norm": config.model.norm, "seed": config.seed, "diverged": None}
+    path, config = folder.path / run.name, run.config
+    results = {"val_loss": None, "best_val_loss": None, "best_step": None, "diverged": None, "stuck": False}
+    begun = folder.begun(run)
     try:
-        end = train(config, str(run), "last" if resume else None, overwrite=not resume, stop=stop, progress=progress)
+        end = train(config, str(path), "last" if begun else None, overwrite=not begun, stop=stop, progress=progress)
         if end["step"] < config.steps:
-            return None
-        outcome |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step")}
+            return
+        results |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step", "stuck")}
     except Diverged as error:
-        outcome["diverged"] = error.step
-        progress.step(config.steps - error.step)
+        results["diverged"] = error.step
+    except Held:
+        raise
     except Mistake as error:
-        raise (Mistake(f"{error} Or delete {run}, and it is done again.") if resume else error) from None
-    speeds = [record["tokens_per_s"] for record in read_lines(run / "metrics.jsonl") if "tokens_per_s" in record]
-    return outcome | {"tokens_per_s": round(statistics.median(speeds)) if speeds else None}
+        raise (Mistake(f"{error} Or delete {path}, and it is done again.") if begun else error) from None
+    lines = read_lines(path / "steps.jsonl")
+    results |= stability(lines) | {"largest_rate": None}
+    if run.part == "ramp":
+        losses = [line["loss"] for line in lines]
+        rates = [lr_at(step, config) for step in range(len(losses))]
+        results["largest_rate"] = largest_rate(losses, rates, level, diverged=results["diverged"] is not None)
+        results["stuck"] = learned_nothing(losses, level)
+    speeds = [record["tokens_per_s"] for record in read_lines(path / "metrics.jsonl") if "tokens_per_s" in record]
+    folder.add(run, results | {"tokens_per_s": round(statistics.median(speeds)) if speeds else None})
 
 
-def draw(plan: Plan, out: Path, runs: dict, title: str):
-    """Draw curves.png, from all seeds, and depth.png, from one."""
-    from gpt.study import plots
+def report(rehearsed: Rehearsed, folder: Folder, title: str, latex: bool):
+    """Write the tables and pictures of all runs, and print the tables."""
+    from gpt.study.formats import markdown
+    from gpt.study.results import write_results
+    from gpt.study.tables import SHORT
 
-    losses = {f"{split} loss, nats per {plan.settings['unit']}": {} for split in ("training", "validation")}
-    profiles = collections.defaultdict(dict)  # by time and placement
-    for placement in plan.counts:
-        ended = [seed for seed in plan.seeds if runs[run_name(placement, seed)]["diverged"] is None]
-        folders = [out / run_name(placement, seed) for seed in ended or plan.seeds]
-        records = [read_lines(folder / "metrics.jsonl") for folder in folders]
-        for key, panel in zip(("loss", "val_loss"), losses.values()):
-            panel[placement] = [{line["step"]: line[key] for line in lines if key in line} for lines in records]
-        first, *_, last = 2 * read_lines(folders[0] / "probe.jsonl")
-        profiles["at the start"][placement] = first
-        if ended:
-            profiles[f"at step {last['step']}"][placement] = last
-    plots.bands(losses, f"{title}: mean and range over the seeds", out / "curves.png")
-    plots.depth_lines(plots.panels_of(profiles), f"{title}: one seed", out / "depth.png")
+    plan = rehearsed.plan
+    runs = plan.runs(folder.loss_of)
+    rows = [folder.outcome(run) | rehearsed.counts[run.entry, run.depth] for run in runs]
+    with folder.turn():
+        shape = [*plan.entries], plan.depths, plan.seeds
+        tables, files = write_results(folder.path, rows, *shape, rehearsed.unit, title, latex)
+    columns = SHORT if is_terminal(sys.stdout) else None
+    for cells in tables:
+        tell("\n" + markdown([row[:columns] for row in cells]))
+    tell(f"\n{folder.path}: {', '.join(files)}")
+    names = {run.name for run in runs}
+    others = [path.parent.name for path in sorted(folder.path.glob("*/outcome.json")) if path.parent.name not in names]
+    if others:
+        tell(f"in the folder, and not in the tables: {', '.join(others)}")
 
 
-def compare(flags: dict) -> int | None:
-    """Train, write, draw and print what the command line asks for; returns the exit status."""
+def opening(plan: Plan, folder: Folder, runs: int, left: int, title: str) -> str:
+    """What is about to happen, in three lines."""
+    seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}" if len(plan.seeds) > 1 else f"seed {plan.seeds[0]}"
+    choice = f"; rates are chosen on seed {plan.seeds[0] + MOST_SEEDS}" if plan.rates else ""
+    more = "at least " if plan.rates == "auto" else ""
+    return (
+        f"compare {', '.join(plan.entries)}; {seeds}{choice}\n"
+        f"runs    {more}{left} of {title}{f', {runs - left} more are done' if left < runs else ''}\n"
+        f"folder  {folder.path}"
+    )
+
+
+def compare(flags: dict, argv: list[str]) -> int | None:
+    """Do what the command line asks for; returns the exit status."""
     from gpt.training import corpus
 
-    entries, count, out, overwrite = (flags.pop(name) for name in ("entries", "seeds", "out", "overwrite"))
-    placements, config = read_entries(entries, count, flags)
-    plan = make_plan(placements, count, config)
-    out = Path(out or default_folder(placements, plan.settings))
-    make_folder(out)
-    with held(out), StopRequest() as stop:
-        results = open_results(out, plan.settings, plan.code, overwrite)
-        size = f"{config.model.n_layers} blocks of width {config.model.d_model}"
-        title = f"{size}, {config.steps:,} steps on {corpus.name(config.data)}"
-        seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}" if count > 1 else f"seed {plan.seeds[0]}"
-        tell(f"compare {', '.join(placements)}; {seeds}\neach    {title}\nfolder  {out}")
-        if not train_all(plan, out, results, stop):
-            tell(f"stopped; the same command goes on with {out}")
-            return 128 + stop.signum
-        table = comparison.summarize(placements, plan.seeds, results["runs"].values())
-        results["table"] = [plan.counts[entry["norm"]] | entry for entry in table]
-        save_results(out, results)
-        rows = comparison.rows(results["table"], plan.seeds, plan.settings["unit"])
-        write(out / "results.md", f"{comparison.markdown(rows)}\n\n{comparison.LEGEND}\n")
-        files = ["results.md", "results.json"]
-        with courtesy("draw the pictures"):
-            draw(plan, out, results["runs"], title)
-            files += ["curves.png", "depth.png"]
-    columns = comparison.SHORT if is_terminal(sys.stdout) else None
-    tell("\n" + comparison.markdown([row[:columns] for row in rows]))
-    tell(f"\n{out}: {', '.join(files)}")
-    if others := {run["norm"] for run in results["runs"].values()} - {*placements}:
-        tell(f"in the folder, and not in the table: {', '.join(sorted(others))}")
+    options = {name: flags.pop(name) for name in OPTIONS}
+    asked = (options[name] for name in ("seeds", "depths", "rates", "max_rate"))
+    rehearsed = rehearse(read_plan(options["entries"], flags, *asked))
+    plan, of_runs = rehearsed.plan, (rehearsed.code, rehearsed.corpus)
+    folder = Folder(Path(options["out"]), *of_runs) if options["out"] else default_folder(plan, *of_runs)
+    if options["overwrite"]:
+        folder.require_ours()
+        folder.clear()
+    folder.check(plan)
+    runs = plan.runs(folder.loss_of)
+    left = [run for run in runs if folder.outcome(run) is None]
+    at_once = len(left) + 2 * len(left) * (plan.rates == "auto")
+    count, threads = jobs.share(options["jobs"], at_once, rehearsed.device)
+    title = f"{runs[0].config.steps:,} steps on {corpus.name(runs[0].config.data)}"
+    folder.make()
+    tell(opening(plan, folder, len(runs), len(left), title))
+    tell(f"jobs    {count} at a time, {threads} threads each")
+    if options["helper"]:
+        jobs.end_with_parent()
+    command = [sys.executable, __file__, *(word for word in argv if word != "--overwrite")]
+    command += ["--out", str(folder.path), "--jobs", "1", "--helper"]
+    with StopRequest() as stop, Overall(plan, folder, rehearsed.counts, count) as progress:
+        with jobs.started(command, count - 1, threads, rehearsed.device):
+            done = train_all(plan, rehearsed.level, folder, stop, progress)
+    if not done:
+        tell(f"stopped; the same command goes on with {folder.path}")
+        return 128 + stop.signum
+    if not options["helper"]:
+        report(rehearsed, folder, title, options["latex"])
 
 
 def main(argv: list[str]):
-    usage = "compare.py [CONFIG.toml] BLOCK... [--seeds N] [--SETTING VALUE]..."
-    hints = {"": "Placements stand side by side, before the flags.", "--resume": "The same command goes on."}
+    usage = "compare.py [CONFIG.toml] ENTRY... [--seeds N] [--rates auto] [--depths N...] [--SETTING VALUE]..."
+    hints = {"": "Entries stand side by side, before the flags.", "--resume": "The same command goes on."}
     hints |= {"--norm": "Name placements without a flag.", "--init": "A comparison starts from scratch."}
     hints |= {"--config": "Name the file without a flag."}
     command = CommandLine(hints, prog="compare.py", usage=usage, description=__doc__)
-    text = "settings from a file, and the placements; the first is what the others are compared to"
-    command.add_argument("entries", nargs="+", metavar="[CONFIG.toml] BLOCK", help=text)
+    text = "settings from a file, and the entries; the first is what the others are compared to"
+    command.add_argument("entries", nargs="+", metavar="[CONFIG.toml] ENTRY", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
+    text = "choose a rate for each entry: the best of these, or auto, from --lr on by factors of 2"
+    command.add_argument("--rates", nargs="+", metavar="auto|RATE", help=text)
+    command.add_argument(
+        "--depths", nargs="+", type=int, metavar="N", help="compare at each of these numbers of blocks"
+    )
+    text = (
+        "in place of that, the largest rate that each entry holds: it rises to so many times --lr (default: %(const)g)"
+    )
+    command.add_argument("--max-rate", nargs="?", type=float, const=RAMP, metavar="TIMES", help=text)
+    text = "runs at a time (default: as many as keep the machine busy)"
+    command.add_argument("--jobs", type=int, metavar="N", help=text)
     command.add_settings(SETTINGS, without=["norm", "init", "shard"])
-    text = "(default: runs/compare-BLOCK-..., with a number where other settings have that name)"
+    text = "(default: runs/compare-ENTRIES, with a number where another comparison has that name)"
     command.add_argument("--out", metavar="FOLDER", help=text)
     command.add_argument("--overwrite", action="store_true", help="delete the comparison in --out first")
+    command.add_argument("--latex", action="store_true", help="also write the tables to results.tex")
+    command.add_argument("--helper", action="store_true", help=argparse.SUPPRESS)
     flags = vars(command.parse_args(argv))
-    command.run(lambda: compare(flags))
+    command.run(lambda: compare(flags, argv))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Signal and gradient by depth: python probe.py pre post peri none --n-layers 24, or a run folder, or stack."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from gpt.config import Mistake, ModelConfig, unknown
 from gpt.files import courtesy, read_lines
 from gpt.screen import say
 from gpt.training.run import checkpoints
-from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights
+from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights, hint
 
 DEPTH = 24  # blocks by default: enough to see where placements differ
 STACKS = {  # the lesson's twelve random layers
@@ -33,8 +34,8 @@ def probe_blocks(placements: list[str], config: ModelConfig, seed: int) -> dict:
     from gpt.training.run import saved_runs
 
     for name in placements:
-        if Path(name).is_dir():
-            find(name)  # says what is wrong with a run without a checkpoint
+        if os.path.isdir(name) or "/" in name:
+            find(name, hint=hint(name))  # says what is wrong with a run without a checkpoint
         if name not in BLOCKS:
             raise Mistake(unknown("placement or run", name, [*BLOCKS, *map(str, saved_runs())]))
     profiles = {}
@@ -61,8 +62,7 @@ def probe_weights(source: str) -> tuple[dict, str]:
         for warning in assumed(config):
             say(f"warning: {warning}")
     else:
-        folder = checkpoint.find(source)
-        config, model, text = checkpoint.read_state(folder)[1], checkpoint.load_model(folder), "its own validation text"
+        (_, config, model), text = checkpoint.load_run(source), "its own validation text"
     ids = corpus.load(config.data, TOKENIZERS[config.tokenizer]())
     sizes = config.model.context_length, config.batch_size, config.val_fraction
     rows = Data(ids, *sizes, config.seed, config.eval_tokens).few_rows()
@@ -77,6 +77,11 @@ def print_profiles(profiles: dict, start: int):
             print(f"{start + row:5}" + "".join(f"{value:13.4g}" for value in values))
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether there is a checkpoint in the folder, or the folder is one."""
+    return bool(checkpoints(folder)) or (folder / "state.json").exists()
+
+
 def probe(flags: dict):
     """Measure what the command line names, print it and draw it."""
     from gpt import pretrained
@@ -86,7 +91,7 @@ def probe(flags: dict):
     TrainConfig(seed=seed)  # checks it
     if out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise Mistake(f"no such kind of picture ({out}). Name a .png, .svg or .pdf.")
-    run = next((name for name in names if checkpoints(Path(name)) or pretrained.recognizes(name)), None)
+    run = next((name for name in names if _is_run(Path(name)) or pretrained.recognizes(name)), None)
     if (alone := run or ("stack" if "stack" in names else None)) and (len(names) > 1 or flags):
         raise Mistake(f"nothing can be added to {alone} ({', '.join([*names, *flags])}). Leave the rest out.")
     records, start, counted = [], 1, "block"
@@ -111,14 +116,15 @@ def probe(flags: dict):
 def draw(profiles: dict, records: list[dict], title: str, out: Path, start: int, counted: str):
     """Draw the profiles or, of a run that was probed along training, its records."""
     from gpt.study import plots
+    from gpt.study.depth import SHOWN, panels_of
 
     if records:
         steps = [record["step"] for record in records]
-        shown = {key: text for key, text in plots.SHOWN.items() if all(key in record for record in records)}
+        shown = {key: text for key, text in SHOWN.items() if all(key in record for record in records)}
         by_step = {text: (steps, [record[key] for record in records]) for key, text in shown.items()}
         plots.depth_by_step(by_step, f"{title}, along training", out)
     else:
-        plots.depth_lines(plots.panels_of({"": profiles}), title, out, start, counted)
+        plots.depth_lines(panels_of({"": profiles}), title, out, start, counted)
 
 
 def main(argv: list[str]):

@@ -23,7 +23,8 @@ def train(
     config: TrainConfig, out: str | None = None, resume: str | None = None, overwrite=False, stop=None, progress=None
 ) -> dict:
     """Train as `config` says; returns the run folder under "run" and the last "step", "val_loss", "best_step" and
-    "best_val_loss" (None without a validation split).
+    "best_val_loss" (None without a validation split); "stuck": whether the last evaluation was that of a stuck run, as
+    gpt.training.report.stuck has it (False without a validation split); the checksums of the "code" and the "corpus".
 
     `out` is the run folder, by default a fresh one in runs/; `resume`, "last", "best" or a step, continues it from that
     checkpoint; `stop`, a StopRequest, ends the run early; `progress` is a bar that several runs share. Every process
@@ -33,19 +34,19 @@ def train(
     """
     from gpt.training.trainer import Trainer
 
-    with Trainer(config, out, resume, overwrite, progress) as run:
+    with Trainer(config, out, resume, overwrite, progress, update) as run:
         config, signum = run.config, 0
         if run.unfinished:
             finish(run, run.unfinished, last=run.step == config.steps)
         elif run.probes(0) and run.step == 0:
             run.probe(0)
         for step in range(run.step + 1, config.steps + 1):
-            loss, grad_norm = update(run, step - 1)  # both stay on the device
+            run.step_lines.add(*update(run, step - 1))  # the loss and the gradient norm stay on the device
             run.progress.step()
             signum = run.stopping(stop)  # a signal that comes later waits for the next step
             last = signum > 0 or step == config.steps
             if last or run.saves(step) or run.logs(step) or run.probes(step):
-                record = run.record(step, loss, grad_norm)  # the first look at the device
+                record = run.record(step)  # the first look at the device
                 if last or run.saves(step):
                     run.save(record)
                 finish(run, record, last)

@@ -142,20 +142,24 @@ def read_lines(path: Path) -> list[dict]:
         raise Mistake(f"a line of the file is damaged ({path}: {error}). Delete that line.") from None
 
 
+class Held(Mistake):
+    """Another process works where this one would."""
+
+
 @contextlib.contextmanager
-def held(folder: Path):
-    """Keep other processes from working in the folder, until the `with` block or this process ends, however it ends.
-    Raises Mistake if another process holds it, or if nothing can be written there. A file system without locks is a
-    warning."""
+def held(folder: Path, name: str = ".lock"):
+    """Keep other processes from working in the folder, or from what else the file `name` in it stands for, until the
+    `with` block or this process ends, however it ends. Raises Held if another process does, and Mistake if nothing can
+    be written there. A file system without locks is a warning."""
     try:
-        lock = open(folder / ".lock", "a", encoding="utf-8")
+        lock = open(folder / name, "a", encoding="utf-8")
     except OSError as error:
         raise Mistake(f"cannot write into the folder ({folder.absolute()}: {error.strerror}). Name another.") from None
     with lock:
         try:
             _lock(lock.fileno())
         except BlockingIOError:
-            raise Mistake(f"another process works here ({folder.absolute()}). Wait for it, or name another.") from None
+            raise Held(f"another process works here ({folder.absolute()}). Wait for it, or name another.") from None
         except OSError as error:
             say(f"warning: no lock on {folder} ({error.strerror}). Let no second process work there.")
         yield

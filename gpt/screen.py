@@ -90,6 +90,11 @@ class Progress:
     def step(self, count: int = 1):
         self._bar.update(count)
 
+    def at(self, done: int, total: int):
+        """Set how much is done, and of how much."""
+        self._bar.n, self._bar.total = done, total
+        self._bar.refresh()
+
     def log(self, line: str, evaluated: bool):
         """Show a step's line. It stays if there is no bar, or if it has a validation loss and there is one run only."""
         self._bar.set_postfix_str(" ".join(line.split()))

@@ -1,11 +1,10 @@
 """Comparisons: paired, honest about noise, resumed where they stopped, and never mixed with other code."""
 
 import contextlib
-import functools
+import csv
 import io
 import itertools
 import json
-import linecache
 import math
 import os
 import shutil
@@ -20,16 +19,17 @@ from toys import TOY, TOY_RUN, as_flags, call, records, toy_config
 import compare
 import probe
 import train
-from gpt import BLOCKS, GPT, ModelConfig, blocks, layers, norms
-from gpt.blocks import Block, PostLN, PreLN, ReZero
-from gpt.study import plots
-from gpt.study.comparison import SHORT, markdown, paired, rows, students_p, summarize
-from gpt.training import optim
-from gpt.training import results as results_module
-from gpt.training.results import code_of
+from gpt import BLOCKS, GPT, ModelConfig
+from gpt.blocks import Block, PreLN
+from gpt.files import read_json
+from gpt.study import depth, plots, results
+from gpt.training import code
 
 RUN = TOY_RUN | {"steps": 6, "eval_every": 3, "seed": 7}
-FLAGS = as_flags(RUN)
+FLAGS = [*as_flags(RUN), "--jobs", 1]
+
+
+SHALLOW = FLAGS[2:]  # without --n-layers, beside which there is no --depths
 
 
 def compared(*words) -> str:
@@ -59,8 +59,8 @@ def copied(finished, tmp_path, monkeypatch):
     that goes on with c, for the (status, stdout, stderr). No pictures are drawn."""
     shutil.copytree(finished / "c", tmp_path / "c")
     monkeypatch.chdir(tmp_path)
-    for script in (train, compare):
-        monkeypatch.setattr(script, "draw", lambda *arguments: None)
+    monkeypatch.setattr(train, "draw", lambda *arguments: None)
+    monkeypatch.setattr(results, "_draw", lambda *arguments: None)
     flags = ["--data", finished / "text.txt", *FLAGS, "--out", "c"]
     return lambda capsys, *words: call(compare, words[0], *flags, *words[1:], capsys=capsys)
 
@@ -78,24 +78,20 @@ def began(monkeypatch) -> list:
     return runs
 
 
-def results(folder=Path("c")) -> dict:
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
-
-
 def outcomes(folder=Path("c")) -> dict:
-    """The outcome of each run in results.json, its speed apart."""
-    return {name: run | {"tokens_per_s": 0} for name, run in results(folder)["runs"].items()}
+    """The outcome of each run of a comparison, its speed apart."""
+    return {path.parent.name: read_json(path) | {"tokens_per_s": 0} for path in sorted(folder.glob("*/outcome.json"))}
 
 
-def edit(**changes):
-    """Change c/results.json; None takes a key away."""
-    changed = {name: value for name, value in (results() | changes).items() if value is not None}
-    Path("c", "results.json").write_text(json.dumps(changed), encoding="utf-8")
+def edit(run: str, **changes):
+    """Change the outcome of a run in c."""
+    path = Path("c", run, "outcome.json")
+    path.write_text(json.dumps(read_json(path) | changes), encoding="utf-8")
 
 
 def test_a_run_of_a_comparison_is_the_same_training_as_alone(finished, tmp_path):
     runs = outcomes(finished / "c")
-    assert [*runs] == ["pre-7", "post-7", "pre-8", "post-8"]
+    assert [*runs] == ["post-7", "post-8", "pre-7", "pre-8"]
     config = toy_config(**RUN | {"data": str(finished / "text.txt"), "norm": "post", "seed": 8})
     end = train.train(config, str(tmp_path / "alone"))
     assert {name: end[name] for name in ("val_loss", "best_val_loss", "best_step")}.items() <= runs["post-8"].items()
@@ -106,7 +102,7 @@ def test_a_run_of_a_comparison_is_the_same_training_as_alone(finished, tmp_path)
 def test_the_table_and_the_pictures_are_of_the_runs(finished):
     runs, table = outcomes(finished / "c"), (finished / "c" / "results.md").read_text(encoding="utf-8")
     out = (finished / "out.txt").read_text(encoding="utf-8")
-    assert table.split("\n\n")[0] in out and "\r" not in out
+    assert table.split("\n\n")[1] in out and "\r" not in out
     assert sum(line.startswith("post-8  4/4  step ") for line in out.splitlines()) == 6  # no bar without a terminal
     lines = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
     cells = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
@@ -125,18 +121,29 @@ def test_the_table_and_the_pictures_are_of_the_runs(finished):
         assert (finished / "c" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_more_placements_and_seeds_are_added(copied, began, capsys):
+def test_the_rows_are_those_of_the_runs_in_all_formats(finished):
+    rows = json.loads((finished / "c" / "results.json").read_text(encoding="utf-8"))
+    with open(finished / "c" / "results.csv", encoding="utf-8", newline="") as file:
+        lines = [*csv.DictReader(file)]
+    runs = outcomes(finished / "c")
+    assert [row["run"] for row in rows] == [line["run"] for line in lines] == ["pre-7", "post-7", "pre-8", "post-8"]
+    for row, line in zip(rows, lines):
+        assert (row | {"tokens_per_s": 0}).items() >= runs[row["run"]].items()
+        assert float(line["val_loss"]) == row["val_loss"] and line["norm"] == row["norm"]
+
+
+def test_more_entries_and_seeds_are_added(copied, began, capsys):
     before = outcomes()
     assert copied(capsys, "pre,post", "--seeds", 2)[0] == 0 and began == []
     status, out, err = copied(capsys, "none,pre", "--seeds", 1)
-    assert (status, err, began) == (0, "", [("none-7", None)]) and "post" in out.splitlines()[-1]
+    assert (status, err, began) == (0, "", [("none-7", None)]) and "post-8" in out.splitlines()[-1]
     assert copied(capsys, "pre", "--seeds", 3)[0] == 0 and began[1:] == [("pre-9", None)]
     assert before.items() <= outcomes().items() and len(outcomes()) == 6
 
 
 def test_a_default_that_is_typed_is_the_same(copied, began, capsys):
-    edit(settings={name: value for name, value in results()["settings"].items() if name != "eval_tokens"})  # a new one
-    assert results()["settings"]["lr"] is None
+    old = {name: value for name, value in outcomes()["pre-7"].items() if name != "eval_tokens"}  # a new setting
+    Path("c", "pre-7", "outcome.json").write_text(json.dumps(old), encoding="utf-8")
     typed = ["--lr", 0.012, "--min-lr", 0, "--micro-batch-size", 4, "--save-every", 3, "--grad-clip", 1]
     assert copied(capsys, "pre", "--seeds", 2, *typed)[0] == 0 and began == []
 
@@ -159,7 +166,7 @@ def test_each_comparison_has_a_folder_by_default(copied, began, finished, capsys
     assert began == [("pre-7", None), ("pre-7", None), ("pre-8", None), ("post-7", None)]
 
 
-@pytest.mark.parametrize("flags, value", [(["--steps", 7], "(6, not 7, in c)"), (["--data", "else.txt"], "else.txt,")])
+@pytest.mark.parametrize("flags, value", [(["--steps", 7], "(6, not 7, in"), (["--data", "else.txt"], "else.txt,")])
 def test_other_settings_are_refused(copied, capsys, flags, value):
     before = outcomes()
     Path("else.txt").write_text("else " * 500, encoding="utf-8")
@@ -169,22 +176,30 @@ def test_other_settings_are_refused(copied, capsys, flags, value):
 
 
 def test_another_text_of_the_same_name_is_refused(copied, capsys):
-    edit(settings=results()["settings"] | {"corpus": "0123"})
+    edit("pre-8", corpus="0123")
     status, _, err = copied(capsys, "pre")
     assert status == 2 and "corpus (0123, not " in err and "--out" in err
 
 
+@pytest.mark.parametrize("content", ["{}", "[1]", "", '{"val_loss": "low"}'])
+def test_a_damaged_outcome_is_one_line(copied, capsys, content):
+    Path("c", "pre-7", "outcome.json").write_text(content, encoding="utf-8")
+    status, out, err = copied(capsys, "pre")
+    assert (status, out) == (2, "") and "pre-7" in err and "elete" in err and err.count("\n") == 1
+
+
 def test_overwrite_deletes_the_runs_and_nothing_else(copied, began, capsys):
-    shutil.copy("c/results.json", "c/mine.json")
-    shutil.copytree("c/pre-7", "c/mine")
+    Path("c", "mine.json").touch()
+    Path("c", "pre-7", "mine.txt").touch()
     shutil.copytree("c/pre-7", "elsewhere")
     if os.name != "nt":
         shutil.rmtree("c/post-8")
         os.symlink("../elsewhere", "c/post-8")
+    assert copied(capsys, "pre", "--seeds", 1, "--overwrite")[0] == 2  # a run's folder has a file of the user
+    Path("c", "pre-7", "mine.txt").unlink()
     assert copied(capsys, "pre", "--seeds", 1, "--overwrite")[0] == 0
-    assert began == [("pre-7", None)] and [*outcomes()] == [*results()["code"]] == ["pre-7"]
-    assert Path("c", "mine.json").exists() and not Path("c", "post-7").exists()
-    assert Path("c", "mine", "last").exists() and Path("elsewhere", "last").exists()
+    assert began == 2 * [("pre-7", None)] and not Path("c", "post-7").exists()
+    assert Path("c", "mine.json").exists() and Path("elsewhere", "last").exists()
 
 
 def test_a_run_whose_folder_was_deleted_is_done_again(copied, began, capsys):
@@ -202,132 +217,68 @@ class Halved(PreLN):
         return x + self.mlp(self.mlp_norm(x)) / 2
 
 
-def test_results_of_other_code_are_refused(copied, began, capsys, monkeypatch):
-    """Those of the placements that are named, finished or not."""
+def test_runs_of_other_code_are_refused(copied, began, capsys, monkeypatch):
+    """Those of the entries that are named, ended or begun; a comparison without a name gets another folder."""
     monkeypatch.setitem(BLOCKS, "post", Halved)
     assert copied(capsys, "pre", "--seeds", 2)[0] == 0
-    runs = results()["runs"]
-    edit(runs={name: runs[name] for name in runs if name != "post-8"})
-    status, out, err = copied(capsys, "pre,post", "--seeds", 2)
-    assert (status, out) == (2, "") and "(post-7, post-8 in c)" in err and "--out" in err and err.count("\n") == 1
-    shutil.rmtree("c/post-7")
-    shutil.rmtree("c/post-8")
-    assert began == [] and copied(capsys, "pre,post", "--seeds", 1)[0] == 0
-    assert began == [("post-7", None)] and outcomes()["post-7"] != runs["post-7"] | {"tokens_per_s": 0}
-
-
-def test_results_that_do_not_tell_their_code_are_taken_with_a_warning(copied, began, capsys):
-    edit(code=None)
-    status, out, err = copied(capsys, "pre,post", "--seeds", 2)
-    assert (status, began) == (0, []) and "`post`" in out
-    assert err.startswith("warning: ") and "(pre-7, pre-8, post-7, post-8 in c)" in err and err.count("\n") == 1
-
-
-class Louder(ReZero):
-    """As rezero at the start, where s is 0, and not afterwards."""
-
-    def forward(self, x):
-        x = x + 50 * self.s * self.attn(x)
-        return x + self.s * self.mlp(x)
-
-
-def upside_down(config, layer):
-    """As mix, of the same blocks in another order."""
-    return (PreLN if layer <= config.n_layers // 4 else PostLN)(config, layer)
-
-
-def codes() -> dict:
-    """The checksum of each placement's code."""
-    return {placement: code_of(GPT(ModelConfig(**TOY | {"norm": placement, "n_layers": 4}))) for placement in BLOCKS}
-
-
-def scaled(factor):
-    def make(config, layer):
-        block = PreLN(config, layer)
-        block.factor = factor
-        return block
-
-    return make
-
-
-class Maker:
-    def __init__(self, factor):
-        self.factor = factor
-
-    def __call__(self, config, layer):
-        return PreLN(config, layer)
-
-
-PAIRS = {
-    "partial": [functools.partial(scaled(1.0), config=None), functools.partial(scaled(1.0), config=1)],
-    "closure": [scaled(2.0), scaled(5.0)],
-    "object": [Maker(2.0), Maker(5.0)],
-    "class without source": [
-        type("Made", (PreLN,), {"forward": lambda self, x: x + self.attn(self.attn_norm(x))}),
-        type("Made", (PreLN,), {"forward": lambda self, x: x - self.attn(self.attn_norm(x))}),
-    ],
-}
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_numbers_in_the_maker_of_a_placement_are_code_too(pair):
-    texts = []
-    for maker in (*PAIRS[pair], PAIRS[pair][0]):
-        texts.append(set())
-        results_module._add_code(maker, texts[-1])
-    assert texts[0] == texts[2] != texts[1] and texts[1]
-
-
-@pytest.mark.parametrize(
-    "line, changed",
-    [
-        ("SCALE = 3.0", "SCALE = 5.0"),
-        ("def amount(): return SCALE", "def amount(): return 2 * SCALE"),
-        ("    def forward(ctx, x): return x", "    def forward(ctx, x): return 2 * x"),
-    ],
-)
-def test_what_a_placement_names_anywhere_in_its_file_is_its_code(monkeypatch, line, changed):
-    """A number, a function behind a function, an autograd function, as if they stood in gpt/blocks.py."""
-    added = "SCALE = 3.0\ndef amount(): return SCALE\nclass Same(torch.autograd.Function):\n"
-    added += "    def forward(ctx, x): return x\ndef helper(x): return Same.apply(x) * amount()\n"
-    added += "class PreLN(Block):\n    def forward(self, x): return helper(x)\n"
-    lines, seen = linecache.getlines(blocks.__file__), []
-    for text in (added, added.replace(line, changed)):
-        entry = (1, None, [*lines, *text.splitlines(keepends=True)], blocks.__file__)
-        monkeypatch.setitem(linecache.cache, blocks.__file__, entry)
-        seen.append(codes())
-    assert {name for name in BLOCKS if seen[0][name] != seen[1][name]} == {"pre", "mix"}
-
-
-def test_the_code_of_a_placement_is_its_own(monkeypatch):
-    before = codes()
-    assert len({*before.values()}) == len(BLOCKS)
-    monkeypatch.setitem(BLOCKS, "rezero", Louder)
-    monkeypatch.setitem(BLOCKS, "mix", upside_down)
-    after = codes()
-    assert {placement for placement in BLOCKS if after[placement] != before[placement]} == {"rezero", "mix"}
-    model = GPT(ModelConfig(**TOY))
-    assert len({code_of(model), code_of(model, train.update), code_of(model, train.train)}) == 3
-
-
-@pytest.mark.parametrize("module, shared", [(blocks, False), (norms, True), (layers, True), (optim, True)])
-def test_a_new_placement_changes_no_code_and_a_line_that_all_share_does(monkeypatch, module, shared):
-    """As if a class had been added at the end of the file, from which Python's `inspect` reads a source."""
-    before, lines = codes(), linecache.getlines(module.__file__)
-    added = [*lines, "\n", "class Mine(Block):\n", "    pass\n"]
-    monkeypatch.setitem(linecache.cache, module.__file__, (1, None, added, module.__file__))
-    after = codes()
-    assert {before[placement] != after[placement] for placement in BLOCKS} == {shared}
+    for run in ("post-7", "post-8"):
+        status, out, err = copied(capsys, "pre,post", "--seeds", 2)
+        assert (status, out) == (2, "") and "code" in err and run in err and "--out" in err and err.count("\n") == 1
+        Path("c", run, "outcome.json").unlink()  # as if it had only begun
+        assert run in copied(capsys, "pre,post", "--seeds", 2)[2]
+        shutil.rmtree(Path("c", run))
+    assert began == [] and copied(capsys, "pre,post", "--seeds", 1)[0] == 0 and began == [("post-7", None)]
 
 
 def test_entries_may_have_commas_and_a_configuration_among_them(copied, began, finished, capsys):
     Path("c.toml").write_text("lr = 0.01\nn_layers = 5", encoding="utf-8")  # a flag, here of n_layers, prevails
     words = ["post,pre", "c.toml", "none", "--seeds", 1, "--data", finished / "text.txt", *FLAGS, "--out", "c"]
     status, _, err = call(compare, *words, capsys=capsys)
-    assert status == 2 and "lr (0.012, not 0.01, in c)" in err
+    assert status == 2 and "lr (0.012, not 0.01, in" in err
     Path("c.toml").write_text("n_layers = 5", encoding="utf-8")
     status, out, _ = call(compare, *words, capsys=capsys)
     assert (status, began) == (0, [("none-7", None)]) and out.startswith("compare post, pre, none; seed 7\n")
+
+
+def test_an_entry_has_settings_of_its_own(here, capsys, quick):
+    """On the command line and in a file; they are in the run, in its name and in the table."""
+    Path("c.toml").write_text('[entries.mine]\nnorm = "post"\nlr = 0.003\nd_model = 16\n', encoding="utf-8")
+    words = ["pre", "pre:norm_layer=rmsnorm,bias=false", "c.toml", "--seeds", 1, "--data", "text.txt", *FLAGS]
+    status, out, _ = call(compare, *words, "--out", "c", capsys=capsys)
+    runs = outcomes()
+    assert status == 0 and sorted(runs) == ["mine-7", "pre-7", "pre-norm_layer=rmsnorm,bias=false-7"]
+    assert "`mine`" in out and "`pre:norm_layer=rmsnorm,bias=false`" in out
+    own = {"norm": "post", "lr": 0.003, "d_model": 16}
+    assert runs["mine-7"].items() >= own.items() <= read_json(Path("c", "mine-7", "config.json")).items()
+    assert runs["pre-norm_layer=rmsnorm,bias=false-7"]["bias"] is False
+
+
+def test_each_entry_trains_at_its_best_rate_at_each_depth(here, capsys, quick):
+    words = ["pre", "post", "--seeds", 2, "--rates", 0.03, 0.001, "--depths", 2, 1, "--data", "text.txt", *SHALLOW]
+    status, out, _ = call(compare, *words, "--out", "c", capsys=capsys)
+    runs = outcomes()
+    assert status == 0 and len(runs) == 2 * 2 * (2 + 2)
+    for entry in ("pre", "post"):
+        for blocks in (1, 2):
+            mine = [run for run in runs.values() if run["entry"] == entry and run["n_layers"] == blocks]
+            tries = [run for run in mine if run["part"] == "rate"]
+            counted = [run for run in mine if run["part"] == "counted"]
+            best = min(tries, key=lambda run: run["val_loss"])
+            assert {run["lr"] for run in tries} == {0.001, 0.03} and {run["seed"] for run in tries} == {1007}
+            assert {run["lr"] for run in counted} == {best["lr"]} and {run["seed"] for run in counted} == {7, 8}
+    for name in ("rates.png", "depths.png", "depth-1-blocks.png", "depth-2-blocks.png", "curves.png"):
+        assert Path("c", name).read_bytes().startswith(b"\x89PNG") and name in out
+
+
+def test_a_ramp_rises_to_its_top_and_tells_where_it_left(here, capsys, quick):
+    flags = [*FLAGS, "--steps", 120, "--eval-every", 120, "--log-every", 60]
+    words = ["pre", "none:lr=1000", "--seeds", 1, "--max-rate", 5, "--data", "text.txt", *flags, "--out", "c"]
+    status, out, _ = call(compare, *words, capsys=capsys)
+    runs = outcomes()
+    assert status == 0 and sorted(runs) == ["none-lr=1000-ramp-7", "pre-ramp-7"]
+    assert runs["pre-ramp-7"]["lr"] == pytest.approx(5 * 0.012) and runs["pre-ramp-7"]["warmup_steps"] == 120
+    assert runs["none-lr=1000-ramp-7"]["largest_rate"] < 5000 and "largest rate" in out
+    assert Path("c", "ramps.png").read_bytes().startswith(b"\x89PNG")
 
 
 LONG = ["pre", "post", "--seeds", 1, *FLAGS, "--steps", 30, "--save-every", 5, "--eval-every", 30, "--dropout", 0.1]
@@ -344,8 +295,7 @@ def whole(finished):
 def test_a_comparison_that_was_ended_goes_on_to_the_same_results(copied, began, finished, whole, forks, capsys, signum):
     signum = signal.Signals[signum]
     flags = [*LONG, "--data", finished / "text.txt", "--out", "ended"]
-    prelude = "import compare; compare.draw = lambda *arguments: None"
-    process = forks.start("compare", *flags, cwd=os.getcwd(), prelude=prelude)
+    process = forks.start("compare", *flags, cwd=os.getcwd())
     assert process.wait(until=Path("ended", "post-7", "last").exists) is None
     status = process.kill(signum)
     assert status == (-signum if signum == signal.SIGKILL else 128 + signum) and process.err == ""
@@ -364,7 +314,7 @@ class Exploding(Block):
 def test_a_run_that_diverges_is_a_result_and_not_the_end(copied, began, capsys, monkeypatch):
     monkeypatch.setitem(BLOCKS, "exploding", Exploding)
     status, out, _ = copied(capsys, "exploding,pre", "--seeds", 2)
-    assert status == 0 and "diverged in 2 of 2 runs (at step 1, 1)" in out
+    assert status == 0 and "diverged in 2 of 2 runs" in out
     assert outcomes()["exploding-7"]["diverged"] == 1 and outcomes()["pre-8"]["diverged"] is None
     assert began == [("exploding-7", None), ("exploding-8", None)]
 
@@ -374,7 +324,7 @@ def test_there_are_pictures_also_where_all_runs_diverged(finished, tmp_path, mon
     drawn, really = [], plots.depth_lines
     monkeypatch.setattr(plots, "depth_lines", lambda panels, *rest: (drawn.extend(panels), really(panels, *rest)))
     compared("exploding", "--seeds", 1, "--data", finished / "text.txt", *FLAGS, "--out", tmp_path / "c")
-    assert drawn == [f"{text} at the start" for text in plots.SHOWN.values()]
+    assert drawn == [f"{text} at the start" for text in depth.SHOWN.values()]
     for name in ("curves.png", "depth.png"):
         assert (tmp_path / "c" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -398,7 +348,7 @@ def test_a_bug_in_a_placement_keeps_its_traceback(copied, began, capsys, monkeyp
     monkeypatch.setitem(BLOCKS, "broken", Broken)
     monkeypatch.setattr(Broken, "error", error)
     monkeypatch.setattr(Broken, "late", late)
-    text = results()["settings"]["data"]
+    text = outcomes()["pre-7"]["data"]
     words = ["pre", "broken", "--data", text, *FLAGS, "--seeds", 1, "--out", "new"]
     with pytest.raises(type(error)) as raised:
         script.main([*map(str, words if script is compare else ["broken", *as_flags(TOY)])])
@@ -408,8 +358,7 @@ def test_a_bug_in_a_placement_keeps_its_traceback(copied, began, capsys, monkeyp
 
 def interrupt(run):
     """As if the run had been stopped after its step 3."""
-    runs = results()["runs"]
-    edit(runs={name: runs[name] for name in runs if name != run})
+    Path("c", run, "outcome.json").unlink()
     Path("c", run, "last").write_text("3", encoding="utf-8")
 
 
@@ -423,7 +372,7 @@ def test_a_mistake_of_a_resumed_run_names_its_folder(copied, began, capsys):
 
 def test_a_bug_that_a_resumed_run_meets_keeps_its_traceback(copied, began, capsys, monkeypatch):
     interrupt("pre-8")
-    edit(code=None)
+    monkeypatch.setattr(code, "code_of", lambda *arguments: outcomes()["pre-7"]["code"])
     monkeypatch.setattr(Broken, "late", True)
     monkeypatch.setitem(BLOCKS, "pre", Broken)
     with pytest.raises(ValueError) as raised:
@@ -433,11 +382,38 @@ def test_a_bug_that_a_resumed_run_meets_keeps_its_traceback(copied, began, capsy
 
 BAD = [
     (["prre"], "(prre)", "pre or peri"),
-    (["pre", "post", "pre"], "(pre, post, pre)", "once"),
+    (["pre", "post", "pre"], "(pre)", "once"),
+    (["pre", "pre:norm_layer=layernorm"], "(pre, pre:norm_layer=layernorm)", "once"),
+    (["pre", "pre:lr=0.01", "pre:lr=0.010"], "(pre:lr=0.01, pre:lr=0.010)", "once"),
+    (["lr=0.1"], "(lr=0.1)", "pre:lr=0.1"),
+    (["pre,lr=0.1"], "(lr=0.1)", "pre:lr=0.1"),
+    (["pre:lr"], "(pre:lr)", "SETTING=VALUE"),
+    (["pre:"], "(pre)", "SETTING=VALUE"),
+    (["pre:lr=0.1,lr=0.2"], "(lr in pre:lr=0.1,lr=0.2)", "once"),
+    (["pre:lr=high"], "pre:lr=high", "number"),
+    (["pre:rate=1"], "(rate)", "lr"),
+    (["pre:lr=-1"], "(-1.0)", "above 0"),
+    (["pre", "post:data=x.txt"], "(post:data=x.txt: x.txt)", "flag"),
+    (["pre:seed=3"], "3)", "flag"),
+    (["pre", "pre:context_length=8"], "8)", "flag"),
+    (["pre", "post:steps=5"], "(pre 6, post:steps=5 5)", "same"),
+    (["pre:n_layers=3", "--depths", "2"], "3)", "--depths"),
+    (["table.toml"], "(rate)", "lr"),
+    (["entries.toml", "pre"], "entries", "entries.NAME"),
+    (["flag.toml", "pre"], "(rates in flag.toml)", "--rates"),
+    (["pre", "--depths", "2", "2"], "2 2)", "once"),
+    (["pre", "--depths", "0"], "(0)", "whole number"),
+    (["pre", "--rates", "auto", "0.1"], "(auto 0.1)", "--rates"),
+    (["pre", "--rates", "0.1", "0.1"], "0.1 0.1)", "once"),
+    (["pre", "--rates", "nan"], "(nan)", "--rates"),
+    (["pre", "--rates", "0.1", "--max-rate"], "0.1)", "one of the two"),
+    (["pre", "--rates", "0.1", "--lr", "0.1"], "0.1)", "one of the two"),
+    (["pre", "--max-rate", "0"], "(0)", "--max-rate"),
+    (["pre", "--jobs", "0"], "(0)", "--jobs"),
     (["text.toml"], "text.toml", ".toml"),
-    (["pre", "--seeds", "0"], "0)", "at least one"),
-    (["pre", "--seeds", str(10**15)], f"{10**15})", "seeds"),
-    ([""], "0 placements", "at least one"),
+    (["pre", "--seeds", "0"], "0)", "from 1 to"),
+    (["pre", "--seeds", str(10**15)], f"{10**15})", "from 1 to"),
+    ([""], "(0 entries)", "Name placements"),
     (["pre", "--out", ""], "(none)", "--out"),
     (["pre", "--out", "x" * 400], "xxx", "another" if os.name == "nt" else "shorter"),
     (["pre", "--epochs", "3"], "(--epochs)", "--steps"),
@@ -453,7 +429,7 @@ BAD = [
     (["pre", "--out", "taken", "--overwrite"], "taken)", "--out"),
     (["pre", "post", "--n-heads", "3"], "(3 heads, width 32)", "1, 2 or 4"),
     (["pre", "--norm-layer", "batchnorm"], "(batchnorm)", "layernorm"),
-    (["pre", "--seed", str(2**63 - 1), "--seeds", "2"], str(2**63), "seed"),
+    (["pre", "--seed", str(2**63 - 1), "--seeds", "2"], str(2**63 - 1), "--seed"),
     (["pre", "--device", "cuda:9", "--out", "done", "--overwrite"], "cuda:9", "--device"),
     (["pre", "--val-fraction", "0.0001", "--out", "done", "--overwrite"], "context_length + 1 = 17", "context_length"),
 ]
@@ -466,75 +442,16 @@ def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, words, value
         (here / name).write_text(content, encoding="utf-8")
     (here / "done").mkdir()
     (here / "done" / "results.json").write_text('{"format": 1, "settings": {}, "runs": {}}', encoding="utf-8")
+    Path("table.toml").write_text("[entries.mine]\nrate = 1\n", encoding="utf-8")
+    Path("entries.toml").write_text('entries = "pre"\n', encoding="utf-8")
+    Path("flag.toml").write_text("rates = 0.1\n", encoding="utf-8")
     before = sorted(here.rglob("*"))
     entries = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    command = [*entries, "--data", "text.txt", *FLAGS, *words[len(entries) :]]
+    flags = SHALLOW if "--depths" in words else FLAGS
+    command = [*entries, "--data", "text.txt", *flags, *words[len(entries) :]]
     status, out, err = call(compare, *command, capsys=capsys)
     assert (status, out) == (2, "") and value in err and remedy in err and err.count("\n") == 1, err
     assert sorted(here.rglob("*")) == before
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 9, 30])
-def test_students_p_is_the_integral_of_its_density(freedom):
-    constant = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
-    for t in (0.0, 0.3, 1.0, 2.5, 8.0):
-        x = torch.linspace(0, t, 20_001, dtype=torch.float64)
-        inside = 2 * torch.trapezoid(constant * (1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
-        assert students_p(t, freedom) == pytest.approx(1 - float(inside), abs=1e-7)
-        assert students_p(-t, freedom) == students_p(t, freedom)
-    assert 0 <= students_p(1e9, freedom) < 1e-8
-
-
-def table_of(*losses):
-    """The rows of `a` and `b`, from their validation losses seed by seed; None has diverged."""
-    runs = [
-        {"norm": placement, "seed": seed, "val_loss": loss, "best_val_loss": loss, "tokens_per_s": 5}
-        | {"diverged": 3 if loss is None else None}
-        for placement, column in zip("ab", losses)
-        for seed, loss in enumerate(column)
-    ]
-    seeds = list(range(len(losses[0])))
-    table = [{"parameters": 9, "in_norms": 0} | entry for entry in summarize(["a", "b"], seeds, runs)]
-    return rows(table, seeds, "byte")
-
-
-@pytest.mark.parametrize(
-    "one, other, result",
-    [
-        ((1, 2, 3), (0.91, 1.89, 2.9), "lower than a, p = 0.0033"),
-        ((1, 2, 3), (1.11, 2.1, 3.09), "higher than a, p = 0.0033"),
-        ((1, 2, 3), (0.9, 1.9, 2.9001), "lower than a, p < 0.001"),
-        ((1, 2, 3), (1.1, 1.9, 3.01), "within the noise of 3 seeds, p = 0.96"),
-        ((1, 2), (1, 2), "the same losses as a"),
-        ((1,), (1.2,), "one seed says nothing about noise"),
-        ((1, 2, 3), (0.91, None, 2.9), "diverged in 1 of 3 runs (at step 3); lower than a, p = 0.033"),
-        ((1, 2), (None, None), "diverged in 2 of 2 runs (at step 3, 3)"),
-        (
-            (None, 1),
-            (1, None),
-            "diverged in 1 of 2 runs (at step 3); a diverged where b ended: name another placement first",
-        ),
-    ],
-)
-def test_the_words_say_whether_a_difference_is_within_the_noise(one, other, result):
-    head, _, row = table_of(one, other)
-    assert dict(zip(head, row))["result"] == result
-
-
-def test_the_table_in_short_fits_a_terminal():
-    cells = table_of((1, 2, 3), (1.1, 2.1, 3.1))
-    assert "| 1.1000 ± " not in markdown(cells) and "| 2.1000 ± 1.0000 " in markdown(cells)
-    lines = markdown([row[:SHORT] for row in cells]).splitlines()
-    assert len(lines) == 4 and len({*map(len, lines)}) == 1 and len(lines[0]) < 110
-    assert "+0.1000 ± 0.0000" in lines[3] and "higher than a" in lines[3]
-
-
-def test_paired_differences_are_tested_and_not_the_two_groups():
-    """Seeds differ by 1, placements by 0.01: a difference that only pairing finds."""
-    test = paired([-0.010, -0.011, -0.009])
-    assert test["p"] < 0.005 and test["lower"] == test["seeds"] == 3
-    assert test["error"] == pytest.approx(0.001 / math.sqrt(3))
-    assert paired([0.5])["p"] is None and paired([0.0, 0.0])["p"] == 1 and paired([0.1, 0.1])["p"] == 0
 
 
 @pytest.mark.parametrize("placement", BLOCKS)

@@ -9,6 +9,9 @@ from toys import toy_config, toy_model
 import train
 from gpt.config import Mistake
 from gpt.loss import NextToken
+from gpt.tokenizer import TOKENIZERS
+from gpt.training import data as data_module
+from gpt.training import shards
 from gpt.training.data import Data
 from gpt.training.trainer import mean_loss
 
@@ -113,6 +116,39 @@ def test_a_split_shorter_than_a_row_is_refused(n, ok):
             assert all(
                 word in str(mistake.value) for word in (name, "8 ", "200", "9", "context_length", "val_fraction")
             )
+
+
+@pytest.mark.parametrize("length", [1, 2**16 - 1, 2**16, 2**16 + 1, 3 * 2**16 + 7, 10**6])
+def test_the_entropy_is_of_all_tokens_of_the_training_split(length):
+    ids = np.random.default_rng(length).geometric(0.1, size=length).astype(np.uint16)
+    data = Data(np.concatenate([ids, np.full(length, 9)]), 0, 1, 0.5, 0)
+    p = np.unique(ids, return_counts=True)[1] / length
+    assert data.entropy == pytest.approx(-(p * np.log(p)).sum(), abs=1e-12)
+
+
+def test_of_a_long_training_split_the_entropy_is_of_evenly_spaced_blocks(monkeypatch, tmp_path):
+    """Each is read once, and they never overlap. An array and the files of a prepared corpus have the same."""
+    for name, size in (("COUNTED", 64), ("BLOCK", 8)):
+        monkeypatch.setattr(data_module, name, size)
+    ids, spans = np.random.default_rng(0).integers(5, size=1003).astype(np.uint8), []
+    writer = shards.Writer(tmp_path, TOKENIZERS["bytes"](), 100, {})
+    writer.add(ids)
+    writer.finish()
+    files = shards.read(tmp_path, TOKENIZERS["bytes"]())
+    read = shards.Shards.__array__
+
+    def reading(part, *arguments, **names):
+        spans.append(part.span)
+        return read(part, *arguments, **names)
+
+    monkeypatch.setattr(shards.Shards, "__array__", reading)
+    assert Data(files, 4, 1, 0.0, 0).entropy == Data(ids, 4, 1, 0.0, 0).entropy
+    assert [len(span) for span in spans] == [8] * 8
+    gaps = [later.start - earlier.start for earlier, later in zip(spans, spans[1:])]
+    assert {*gaps} <= {125, 126}
+    counts = np.bincount(np.concatenate([ids[span.start : span.stop] for span in spans]))
+    p = counts / counts.sum()
+    assert Data(ids, 4, 1, 0.0, 0).entropy == pytest.approx(-(p * np.log(p)).sum())
 
 
 def test_without_a_validation_split_there_are_no_windows():

@@ -209,6 +209,17 @@ def test_a_run_at_its_end_and_along_training(here, quick, capsys):
     assert all(len(record[measure]) == 2 for record in probed for measure in MEASURES)
 
 
+def test_records_of_other_types_cost_the_picture_alone(here, quick, capsys):
+    train.train(toy_config(data="text.txt", steps=1), "r")
+    for stream in ("ab", ["a", "b"], 3, None, {"a": 1}, [10**400, 1], [[1], [2]], []):
+        (here / "r" / "probe.jsonl").unlink(missing_ok=True)
+        for record in ({"step": 0, "stream": [1.0, 2.0]}, {"step": 2, "stream": stream}):
+            append(here / "r" / "probe.jsonl", record)
+        capsys.readouterr()
+        status, out, err = call(probe, "r", capsys=capsys)
+        assert status == 0 and "stream" in out and err.count("\n") == 1 and "probe.png" in err, (stream, err)
+
+
 @pytest.mark.parametrize(
     "arguments, pattern",
     [

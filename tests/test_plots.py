@@ -73,3 +73,76 @@ def test_a_curve_has_both_losses_where_there_are_both(figures, tmp_path):
 def test_letters_that_the_font_lacks_are_no_error(tmp_path):
     plots.depth_lines({"stream": {"運": [1.0, 2.0]}}, "運 $x", tmp_path / "p.png")
     assert (tmp_path / "p.png").exists()
+
+
+def no_name_hides_another(axis) -> bool:
+    boxes = [text.get_window_extent() for text in axis.texts]
+    return not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def named(axis) -> dict:
+    """The points of each line that has a name."""
+    lines = [line for line in axis.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): line.get_xydata().tolist() for line in lines}
+
+
+def crosses(axis) -> list[tuple[float, str, float]]:
+    """(x, colour, height as a share of the panel) of the marks at the top."""
+    marks = [line for line in axis.lines if line.get_marker() in ("x", "+")]
+    return [(line.get_xdata()[0], line.get_color(), line.get_ydata()[0]) for line in marks]
+
+
+def test_rates_have_a_ring_at_the_chosen_one_and_a_cross_for_each_that_failed(figures, tmp_path):
+    lines = {name: ({0.02: None, 0.01: 2.0 + number, 0.005: 3.0}, 0.01) for number, name in enumerate(BLOCKS)}
+    lines |= {"failed": ({0.01: None, 0.02: None}, None)}
+    plots.rates({"4 blocks": lines, "12 blocks": lines}, "t", tmp_path / "p.png")
+    for axis in figures[0].axes:
+        points = {name: [[0.005, 3], [0.01, 2 + number]] for number, name in enumerate(BLOCKS)}
+        assert named(axis) == points | {"failed": []} and axis.get_xscale() == "log"
+        rings = [part.get_offsets().tolist() for part in axis.collections if len(part.get_offsets()) == 1]
+        assert all([[0.01, 2 + number]] in rings for number in range(len(BLOCKS)))
+        marks = crosses(axis)
+        assert len(marks) == len({*marks}) == len(BLOCKS) + 2 and [x for x, *_ in marks].count(0.01) == 1
+        low, high = axis.get_ylim()
+        assert min(height for *_, height in marks) > (2 + len(BLOCKS) - 1 - low) / (high - low)  # above all lines
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.005", "0.01", "0.02"]
+        assert no_name_hides_another(axis) and {text.get_text() for text in axis.texts} == {*BLOCKS}
+
+
+def test_depths_have_the_mean_and_the_range_of_the_seeds_that_ended(figures, tmp_path):
+    lines = {"pre": {12: [2.0, 4.0, None], 4: [1.0, 1.5, 2.0]}, "none": {4: [3.0, 3.0, 3.0], 12: [None] * 3}}
+    plots.depths({"loss": lines}, "t", tmp_path / "p.png")
+    (axis,) = figures[0].axes
+    assert named(axis) == {"pre": [[4, 1.5], [12, 3]], "none": [[4, 3]]}
+    corners = axis.collections[0].get_paths()[0].vertices.tolist()
+    assert all(corner in corners for corner in ([4, 1], [4, 2], [12, 2], [12, 4]))
+    assert sorted((x, colour) for x, colour, _ in crosses(axis)) == [(12, plots.COLOURS[0]), (12, plots.COLOURS[1])]
+
+
+def test_ramps_are_smooth_and_marked_where_they_leave_their_path(figures, tmp_path):
+    rates, losses = [0.01 * step for step in range(1, 41)], [3.0, 1.0] * 15 + [9.0, None] * 5
+    plots.ramps(
+        {"loss": {"pre": (rates, losses, rates[29]), "post": (rates, [2.0] * 40, None)}}, "t", tmp_path / "p.png"
+    )
+    (axis,) = figures[0].axes
+    pre, post = named(axis).values()
+    assert len(pre) == 30 and len(post) == 40 and all(loss == 2 for _, loss in pre[9:])
+    assert [(x, colour) for x, colour, _ in crosses(axis)] == [(rates[29], plots.COLOURS[0])]
+    (faint,) = (line for line in axis.lines if line.get_alpha() and len(line.get_xdata()) > 1)
+    assert faint.get_xdata()[0] == rates[29] and faint.get_ydata()[-1] == 9
+    assert axis.get_ylim()[1] < 9 and axis.get_xlim()[1] > rates[-1]
+
+
+@pytest.mark.parametrize("draw", [plots.rates, plots.depths])
+def test_there_is_a_picture_where_all_runs_diverged(tmp_path, draw):
+    lines = {"pre": ({0.1: None}, None)} if draw is plots.rates else {"pre": {4: [None]}}
+    draw({"loss": lines}, "t", tmp_path / "p.png")
+    assert (tmp_path / "p.png").exists()
+
+
+@pytest.mark.parametrize("name", ["pre", "pre:norm_layer=rmsnorm"])
+def test_a_name_has_room_beside_its_line(figures, tmp_path, name):
+    plots.depth_lines({"stream": {name: [1.0, 2.0]}, "gradient": {name: [1.0, 3.0]}}, "t", tmp_path / "p.png")
+    for axis in figures[0].axes:
+        box = axis.texts[0].get_window_extent()
+        assert axis.transData.transform((2, 1))[0] < box.x0 and box.x1 < axis.bbox.x1

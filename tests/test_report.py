@@ -1,9 +1,12 @@
 """What a run says, warns of and draws."""
 
+import math
 import sys
 import time
+import types
 
 import pytest
+import torch
 from toys import toy_config
 
 import train
@@ -12,6 +15,7 @@ from gpt.config import Mistake
 from gpt.files import read_lines
 from gpt.study import plots
 from gpt.training import report
+from gpt.training.distributed import World
 from gpt.training.trainer import Trainer
 
 
@@ -21,7 +25,7 @@ def warned(tmp_path, text_file):
 
     def warnings(**settings):
         config = toy_config(**{"data": str(text_file), "steps": 10} | settings)
-        with Trainer(config, str(tmp_path / "r"), None, True, None) as run:
+        with Trainer(config, str(tmp_path / "r"), None, True, None, train.update) as run:
             return report.warnings(run)
 
     return warnings
@@ -54,6 +58,56 @@ def test_a_rising_validation_loss_is_said_at_the_end():
 
 
 @pytest.fixture
+def judge():
+    """Whether a run of 1,000 steps in a corpus of entropy 3.0 is stuck, and the number of warnings."""
+
+    def judge(step, val_loss, loss=3.0, warmup_steps=10, state=None, rank=0, entropy=3.0):
+        warnings = []
+        run = types.SimpleNamespace(
+            config=toy_config(steps=1000, warmup_steps=warmup_steps), tokenizer=types.SimpleNamespace(unit="byte"),
+            data=types.SimpleNamespace(entropy=entropy), progress=types.SimpleNamespace(warn=warnings.append),
+            world=World(rank=rank, size=2), state=state or {}, run="runs/x",
+        )  # fmt: skip
+        return report.stuck(run, {"step": step, "loss": loss, "val_loss": val_loss}), len(warnings)
+
+    return judge
+
+
+def test_a_stuck_run_is_no_better_than_the_entropy_of_single_tokens(judge):
+    for val_loss, expected in ((9.0, True), (3.0, True), (2.91, True), (2.89, False), (1.0, False)):
+        assert judge(500, val_loss) == (expected, expected)
+    assert judge(500, 9.0, loss=2.6) == (True, 1) and judge(500, 9.0, loss=2.4) == (False, 0)  # which overfits
+
+
+def test_a_run_is_judged_in_its_second_half_and_100_steps_after_its_warm_up(judge):
+    for step, warmup_steps, expected in ((499, 10, False), (500, 10, True), (799, 700, False), (800, 700, True)):
+        assert judge(step, 3.0, warmup_steps=warmup_steps)[0] == expected
+    assert judge(1000, 3.0, warmup_steps=1000) == (False, 0)
+
+
+def test_a_stuck_run_is_warned_of_by_the_first_process_and_once(judge):
+    assert judge(500, 3.0, state={"stuck": False}) == (True, 1)
+    assert judge(500, 3.0, state={"stuck": True}) == judge(500, 3.0, rank=1) == (True, 0)
+
+
+def test_the_lines_of_the_steps_are_the_means_over_the_processes_and_the_first_writes_them(tmp_path):
+    class Pair(World):
+        def total(self, values):
+            return [2 * value + 1 for value in values]  # as if the other process had lost 1 more
+
+    for rank in (0, 1):
+        lines = report.StepLines(tmp_path / f"{rank}", Pair(rank=rank, size=2))
+        (tmp_path / f"{rank}").mkdir()
+        for steps in ([1], [2, 3, 4], [5]):
+            for step in steps:
+                lines.add(torch.tensor(step * 1.0), torch.tensor(math.inf if step == 3 else step * 10.0))
+            last = lines.read(steps[-1])
+            assert last == (steps[-1] + 0.5, steps[-1] * 10)
+    expected = [{"step": n, "loss": n + 0.5, "grad_norm": None if n == 3 else n * 10} for n in range(1, 6)]
+    assert read_lines(tmp_path / "0" / "steps.jsonl") == expected and not any((tmp_path / "1").iterdir())
+
+
+@pytest.fixture
 def drawn(monkeypatch):
     """The steps in each curve that is drawn."""
     steps, really = [], plots.training_curve
@@ -80,7 +134,7 @@ def test_a_curve_is_drawn_once_a_second_and_at_the_end(tmp_path, text_file, draw
     config, start = toy_config(data=str(text_file), steps=9, eval_every=1), time.monotonic()
     train.train(config, str(tmp_path / "r"))
     assert drawn[-1] == [*range(1, 10)] and len(drawn) <= 1 + time.monotonic() - start
-    with Trainer(config, str(tmp_path / "r"), "last", False, None) as run:
+    with Trainer(config, str(tmp_path / "r"), "last", False, None, train.update) as run:
         drawn.clear()
         train.draw(run, last=False)
         run.drawn -= 2  # two seconds ago

@@ -68,7 +68,7 @@ def test_no_script_is_imported_but_train_by_compare():
 
 def test_who_reads_the_environment_and_the_command_line():
     for path in PACKAGE:
-        if path.name not in ("distributed.py", "device.py"):
+        if path.name not in ("distributed.py", "device.py", "jobs.py", "plots.py"):
             assert "environ" not in code(path) and "getenv" not in code(path), path
         assert "sys.argv" not in code(path).replace('if __name__ == "__main__":\n    main(sys.argv[1:])\n', ""), path
 
@@ -189,14 +189,17 @@ def test_the_readmes_commands_run(tmp_path):
         program, *arguments = (word for word in shlex.split(command) if not word.startswith("TORCH_"))
         if program == "torchrun":  # here alone; tests/test_distributed.py starts several
             program, arguments = "python", arguments[arguments.index("train.py") :]
+        if program == "srun":
+            program, arguments = "python", arguments[1 + arguments.index("python") :]
         assert program == "python", command
         if arguments[:2] == ["-m", "pytest"]:
             continue
         if arguments[0] in ("train.py", "compare.py"):
             arguments += ["--steps", "2", "--batch-size", "2", "--micro-batch-size", "1", "--eval-every", "2"]
             arguments += ["--eval-tokens", "99"]
-            arguments += [] if "--init" in arguments else [*toy, "--val-fraction", "0.1"]
-            arguments += ["--seeds", "1"] if arguments[0] == "compare.py" else []
+            shape = [*toy[2:], "--depths", "1"] if "--depths" in arguments else toy
+            arguments += [] if "--init" in arguments else [*shape, "--val-fraction", "0.1"]
+            arguments += ["--seeds", "1", "--jobs", "1"] if arguments[0] == "compare.py" else []
             arguments += [] if {"--init", "configs/gpt2.toml"} & {*arguments} else ["--tokenizer", "bytes"]
         if "--n-layers" in arguments[1:] and arguments[0] == "probe.py":
             arguments += toy

@@ -15,7 +15,9 @@ from gpt import BLOCKS, GPT
 from gpt.blocks import PreLN
 from gpt.config import Failure, Mistake
 from gpt.loss import NextToken
-from gpt.training import checkpoint, trainer
+from gpt.tokenizer import TOKENIZERS
+from gpt.training import checkpoint, corpus, trainer
+from gpt.training.code import code_of
 from gpt.training.data import Data
 from gpt.training.distributed import World
 from gpt.training.report import Diverged
@@ -56,7 +58,7 @@ def assert_equal(one: dict, other: dict):
 def assert_same(one, other):
     """Two runs: all that they have on the disk but for their speed."""
     assert_equal(last_tensors(one), last_tensors(other))
-    for file in ("metrics.jsonl", "probe.jsonl"):
+    for file in ("metrics.jsonl", "steps.jsonl", "probe.jsonl"):
         assert records(one, file) == records(other, file)
     states = [checkpoint.read_state(checkpoint.find(run, "last"))[0] for run in (one, other)]
     for state in states:
@@ -152,14 +154,43 @@ def test_an_evaluation_that_fails_loses_nothing(run, tmp_path, mortal, letters, 
             assert_same(whole, run(parts.name, resume="last", **settings))
 
 
-def test_metrics_after_a_kill_have_each_step_once(run):
+@pytest.mark.parametrize("file", ["metrics.jsonl", "steps.jsonl"])
+def test_metrics_after_a_kill_have_each_step_once(run, file):
     whole = run("whole")
     parts = run("parts", stop=StopAfter(4))
-    with open(parts / "metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')
+    with open(parts / file, "a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')
     run("parts", resume="last")
-    assert [record["step"] for record in records(parts)] == list(range(1, 9))
+    assert [record["step"] for record in records(parts, file)] == list(range(1, 9))
     assert_same(whole, parts)
+
+
+@pytest.mark.parametrize("norm", BLOCKS)
+def test_every_step_has_its_loss_and_gradient_norm_however_seldom_the_device_is_looked_at(run, norm):
+    settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2, "save_every": 8}
+    each, seldom = run("each", **settings), run("seldom", log_every=5, eval_every=8, **settings)
+    lines = records(each, "steps.jsonl")
+    assert lines == records(seldom, "steps.jsonl") and [line["step"] for line in lines] == [*range(1, 9)]
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
+    for folder, logged in ((each, [*range(1, 9)]), (seldom, [1, 5, 8])):
+        metrics = [{name: record[name] for name in ("step", "loss", "grad_norm")} for record in records(folder)]
+        assert metrics == [lines[step - 1] for step in logged]
+
+
+def test_an_overwritten_run_has_the_lines_of_the_new_one(run, tmp_path, text_file):
+    run("a")
+    script.train(toy_config(data=str(text_file), steps=3), str(tmp_path / "a"), overwrite=True)
+    assert [line["step"] for line in records(tmp_path / "a", "steps.jsonl")] == [1, 2, 3]
+
+
+def test_the_steps_of_a_checkpoint_are_written_before_it(run, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise Failure("no room")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    with pytest.raises(Failure, match="no room"):
+        run("a", save_every=3, log_every=100)
+    assert [line["step"] for line in records(tmp_path / "a", "steps.jsonl")] == [1, 2, 3]
 
 
 def test_resuming_a_finished_run_changes_nothing(run, tmp_path):
@@ -184,7 +215,9 @@ def test_dropout_differs_from_step_to_step(run, tmp_path):
 def test_dropout_is_a_function_of_seed_step_and_process(tmp_path, text_file):
     draws, config = [], {"data": str(text_file), "micro_batch_size": 2, "steps": 2}
     for seed in (1, 2):
-        with Trainer(toy_config(seed=seed, **config), str(tmp_path / f"{seed}"), None, False, None) as run:
+        with Trainer(
+            toy_config(seed=seed, **config), str(tmp_path / f"{seed}"), None, False, None, script.update
+        ) as run:
             for rank in (0, 1):
                 run.world = World(rank=rank, size=2)
                 for step in (0, 1, 0):
@@ -234,7 +267,7 @@ def test_the_validation_loss_does_not_depend_on_the_batch(run, text_file):
 def test_a_run_folder_has_its_parts(run):
     folder = run("a", eval_every=3, keep=1)
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "best", "config.json", "last", "metrics.jsonl", "step-000008",
+        ".lock", "best", "config.json", "last", "metrics.jsonl", "step-000008", "steps.jsonl",
     ]  # fmt: skip
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert (config["norm"], config["vocab_size"], config["steps"], config["format"]) == ("pre", 256, 8, 1)
@@ -272,6 +305,10 @@ def test_what_is_not_finite_stops_the_run_and_spoils_nothing(run, tmp_path, norm
     if (folder / "metrics.jsonl").exists():
         assert all(math.isfinite(record["loss"]) for record in records(folder))
     assert (folder / "last").exists() == (norm == "none")
+    assert [line["step"] for line in records(folder, "steps.jsonl")] == [*range(1, raised.value.step + 1)]
+    assert "NaN" not in (folder / "steps.jsonl").read_text(encoding="utf-8")
+    last = records(folder, "steps.jsonl")[-1]
+    assert (last["loss"] is None) == (not math.isfinite(raised.value.record["loss"]))
 
 
 def test_a_loss_on_another_text_is_not_the_best_of_this_one(run, tmp_path):
@@ -326,3 +363,39 @@ def test_a_loss_that_diverges_at_the_evaluation_leaves_the_checkpoint_before_it(
         run("a", keep=1, save_every=2, eval_every=4)
     assert checkpoint.find(tmp_path / "a", "last").name == "step-000004"
     assert checkpoint.find(tmp_path / "a", "2").name == "step-000002"
+
+
+@pytest.fixture
+def end_of(tmp_path, text_file):
+    """Train for 204 steps with toy settings, of which the last 103 are judged; returns the result."""
+
+    def start(resume=None, **settings):
+        config = toy_config(**{"data": str(text_file), "steps": 204, "eval_every": 34, "log_every": 204} | settings)
+        return script.train(config, str(tmp_path / "r"), resume=resume, overwrite=resume is None)
+
+    return start
+
+
+def test_a_stuck_run_is_warned_of_once_and_goes_on(end_of, capsys):
+    """At such a rate the loss stays at ln 256, above the entropy of single bytes."""
+    slow = {"lr": 1e-9, "min_lr": 0.0}
+    end = end_of(**slow)
+    assert end["stuck"] is True and end["step"] == 204
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ") and "at step 102" in warning
+    assert "--lr" in warning and "--warmup-steps" in warning
+    assert end_of(resume="last", **slow)["stuck"] is True
+    assert "entropy" not in capsys.readouterr().err
+    assert end_of(val_fraction=0.0, **slow)["stuck"] is False and capsys.readouterr().err == ""
+
+
+def test_a_run_that_learns_is_not_stuck(end_of, capsys):
+    assert end_of()["stuck"] is False and capsys.readouterr().err == ""
+
+
+def test_a_run_tells_its_code_and_its_corpus(end_of, text_file, tmp_path):
+    end, config = end_of(steps=1), toy_config(steps=1, data=str(text_file))
+    model = checkpoint.load_model(tmp_path / "r")
+    assert end["code"] == code_of(model, script.update)
+    assert end["corpus"] == corpus.digest(corpus.load(str(text_file), TOKENIZERS[config.tokenizer]()))
+    assert end_of(steps=1, seed=5)["code"] == end["code"] != end_of(steps=1, norm="post")["code"]

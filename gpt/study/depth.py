@@ -9,6 +9,9 @@ from gpt.loss import next_token_loss
 
 MEASURES = ("stream", "attn", "mlp", "ratio", "cosine", "stream_grad", "mlp_grad")
 
+# The measures of a depth profile that are drawn.
+SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
+
 
 def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
     """What one forward and backward of the next-token loss on (B, T + 1) tokens shows of each of the L blocks.
@@ -76,6 +79,16 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
             profile[name] = [_number(place[name]) for place in places]
     model.zero_grad(set_to_none=True)
     return profile
+
+
+def panels_of(profiles: dict[str, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
+    """The panels of plots.depth_lines for {time: {line's name: depth profile}}, without what a profile lacks."""
+    panels = {}
+    for key, text in SHOWN.items():
+        for time, by_name in profiles.items():
+            if lines := {name: profile[key] for name, profile in by_name.items() if key in profile}:
+                panels[f"{text} {time}".strip()] = lines
+    return panels
 
 
 def random_stack(depth=12, gain=0.7, norm=False, residual=False, width=256, seed=0) -> dict[str, list[float]]:

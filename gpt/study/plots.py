@@ -1,12 +1,20 @@
 """The pictures. matplotlib is imported here and nowhere else."""
+# ruff: noqa: E402
 
+import collections
 import math
+import os
 import statistics
 import warnings
 from pathlib import Path
 
+# No screen is needed, and matplotlib cannot be imported where this names a backend that is not there.
+backend = os.environ.pop("MPLBACKEND", None)
 from matplotlib import style
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure  # pyplot takes as long again to import, and looks for a screen
+
+os.environ |= {} if backend is None else {"MPLBACKEND": backend}
 
 from gpt.files import new_file
 
@@ -15,19 +23,6 @@ plain = style.context("default", after_reset=True)
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Further lines repeat them with dashes.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00"]
-
-# The measures of gpt/study/depth.py that are drawn.
-SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
-
-
-def panels_of(profiles: dict[str, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
-    """The panels of `depth_lines` for {time: {line's name: depth profile}}, without what a profile lacks."""
-    panels = {}
-    for key, text in SHOWN.items():
-        for time, by_name in profiles.items():
-            if lines := {name: profile[key] for name, profile in by_name.items() if key in profile}:
-                panels[f"{text} {time}".strip()] = lines
-    return panels
 
 
 @plain
@@ -55,17 +50,63 @@ def bands(panels: dict[str, dict[str, list[dict[int, float]]]], title: str, path
         late: list[float] = []
         for number, (name, seeds) in enumerate(lines.items()):
             steps = sorted(set.intersection(*map(set, seeds)))
-            by_step = [[values[step] for values in seeds] for step in steps]
-            look = _look(number) | {"marker": "o" if len(steps) < 20 else ""}
-            axis.plot(steps, [*map(statistics.fmean, by_step)], label=name, **look)
-            lowest, highest = [*map(min, by_step)], [*map(max, by_step)]
-            axis.fill_between(steps, lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
-            late += [value for step, values in zip(steps, by_step) if step >= steps[-1] / 5 for value in values]
+            by_step = {step: [values[step] for values in seeds] for step in steps}
+            _band(axis, number, name, by_step)
+            late += [value for step, values in by_step.items() if step >= steps[-1] / 5 for value in values]
         # Losses fall so far in the first steps that what differs later would not be visible.
         if late := [value for value in late if math.isfinite(value)]:
             margin = 0.05 * (max(late) - min(late)) + 1e-3
             axis.set_ylim(min(late) - margin, max(late) + margin)
         axis.set_xlabel("step")
+        _name_lines(axis)
+    _save(figure, path)
+
+
+@plain
+def rates(panels: dict[str, dict[str, tuple[dict[float, float | None], float | None]]], title: str, path: Path):
+    """One panel for each entry, {what is measured: {line's name: ({rate: loss}, chosen rate)}}, over log-scaled rates.
+    A ring marks the chosen rate. A loss of None, of a run that diverged, is a cross at the top."""
+    figure, axes = _panels(panels, title)
+    for axis, lines in zip(axes, panels.values()):
+        by_rate = {name: {rate: [losses[rate]] for rate in losses} for name, (losses, _) in lines.items()}
+        _over(axis, "learning rate", by_rate, base=10)
+        for number, (losses, chosen) in enumerate(lines.values()):
+            if chosen is not None and losses.get(chosen) is not None:
+                axis.scatter(chosen, losses[chosen], s=60, facecolors="none", edgecolors=_look(number)["color"])
+    _save(figure, path)
+
+
+@plain
+def depths(panels: dict[str, dict[str, dict[int, list[float | None]]]], title: str, path: Path):
+    """One panel for each entry, {what is measured: {line's name: {blocks: losses of the seeds}}}: their mean and range
+    over log-scaled depths. A loss of None, of a run that diverged, is a cross at the top."""
+    figure, axes = _panels(panels, title)
+    for axis, lines in zip(axes, panels.values()):
+        _over(axis, "blocks", lines, base=2)
+    _save(figure, path)
+
+
+@plain
+def ramps(panels: dict[str, dict[str, tuple[list[float], list[float | None], float | None]]], title: str, path: Path):
+    """One panel for each entry, {what is measured: {line's name: (rates by step, losses by step, largest rate)}}: the
+    mean of ten losses over log-scaled rates. A cross marks the largest rate that holds, if that is not None; from there
+    on the line is faint. A loss of None is no number."""
+    figure, axes = _panels(panels, title)
+    for axis, lines in zip(axes, panels.values()):
+        # The losses of the first steps, at small rates, are so high that what differs later would not be visible.
+        start = min(rates[-1] if largest is None else largest for rates, _, largest in lines.values()) / 2
+        shown = []
+        for number, (name, (rates, losses, largest)) in enumerate(lines.items()):
+            smooth, look = _smooth(losses, 10), _look(number)
+            end = len(rates) if largest is None else sum(rate < largest for rate in rates) + 1
+            axis.plot(rates[end - 1 :], smooth[end - 1 :], alpha=0.25, **look)
+            axis.plot(rates[:end], smooth[:end], label=name, **look)
+            if largest is not None:
+                axis.plot(rates[end - 1 : end], smooth[end - 1 : end], "x", color=look["color"])
+            shown += [loss for rate, loss in zip(rates[:end], smooth) if rate >= start and math.isfinite(loss)]
+        axis.set(xlabel="learning rate", xscale="log", xlim=(start, None))
+        if shown:
+            axis.set_ylim(min(shown) - 0.1, max(shown) + 0.1)
         _name_lines(axis)
     _save(figure, path)
 
@@ -110,9 +151,7 @@ def _panels(panels: dict, title: str):
     rows = max(1, math.ceil(len(panels) / columns))
     figure = Figure(figsize=(6.2 * columns, 4.8 * rows), layout="constrained")
     figure.suptitle(_readable(title), parse_math=False)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()[: len(panels)]
-    for axis, measured in zip(axes, panels):
-        axis.set_ylabel(measured)
+    axes = [figure.add_subplot(rows, columns, place, ylabel=text) for place, text in enumerate(panels, start=1)]
     return figure, axes
 
 
@@ -126,24 +165,72 @@ def _look(number: int) -> dict:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": dash, "linewidth": 1.6, "markersize": 3}
 
 
+def _band(axis, number: int, name: str, by_x: dict[int, list[float]]):
+    """A line through the means of the values, and their range as a band."""
+    look = _look(number) | {"marker": "o" if len(by_x) < 20 else ""}
+    axis.plot([*by_x], [*map(statistics.fmean, by_x.values())], label=name, **look)
+    lowest, highest = [*map(min, by_x.values())], [*map(max, by_x.values())]
+    axis.fill_between([*by_x], lowest, highest, color=look["color"], alpha=0.2, linewidth=0)
+
+
+def _over(axis, label: str, lines: dict[str, dict], base: int):
+    """Lines with bands from {line's name: {x: values}}, over a log-scaled x with a tick for each, named at their ends.
+    For each x of a line with a None there is a cross above all lines; those of one x stand one below the other."""
+    failed = [(x, number) for number, line in enumerate(lines.values()) for x, values in line.items() if None in values]
+    for number, (name, line) in enumerate(lines.items()):
+        ended = {x: [value for value in line[x] if value is not None] for x in sorted(line)}
+        _band(axis, number, name, {x: values for x, values in ended.items() if values})
+    left = collections.Counter(x for x, _ in failed)
+    most = max(left.values(), default=0)
+    step = 0.035 if most < 15 else 0.5 / most  # of the panel's height
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, low + (high - low) / (1 - step * most))
+    for x, number in failed:
+        look = {"marker": "x" if number < len(COLOURS) else "+", "color": _look(number)["color"], "markersize": 7}
+        axis.plot([x], [1 - step * (left[x] - 0.4)], transform=axis.get_xaxis_transform(), **look)
+        left[x] -= 1
+    xs = sorted({x for line in lines.values() for x in line})
+    ticks = xs[:: 1 + len(xs) // 10]
+    axis.set_xscale("log", base=base)
+    axis.minorticks_off()
+    axis.set(xlabel=label, xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks])
+    _name_lines(axis)
+
+
+def _smooth(losses: list[float | None], window: int) -> list[float]:
+    """The mean of the numbers among the last losses, at each step; nan where there is none."""
+    spans = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
+    numbers = [[loss for loss in span if loss is not None] for span in spans]
+    return [statistics.fmean(span) if span else math.nan for span in numbers]
+
+
 def _name_lines(axis):
-    """Write the name of each line at its end. Names that would overlap are moved apart."""
+    """Write the name of each line that has one right of all lines, at the height of its end. Names that would overlap
+    are moved apart, and a thin line leads to a name that is not beside its line's end."""
     axis.grid(alpha=0.25)
-    left, right = axis.get_xlim()
-    axis.set_xlim(left, right + 0.17 * (right - left))
-    ends = [(*line.get_xydata()[-1], line) for line in axis.lines if len(line.get_xdata())]
+    lines = [line for line in axis.lines if len(line.get_xdata()) and not line.get_label().startswith("_")]
+    ends = [(*line.get_xydata()[-1], line) for line in lines]
     ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
     # In pixels before the layout, which moves and stretches the panel a little.
-    height, pixels = 15, [axis.transData.transform((x, y))[1] for x, y, _ in ends]
+    longest = max((len(line.get_label()) for *_, line in ends), default=0)
+    room = min(0.45, max(0.14, (7 * longest + 14) / axis.bbox.width))  # share of the width that the names take
+    right = axis.transAxes.transform((1 / (1 - room) - 0.04, 0))
+    axis.set_xlim(right=axis.transData.inverted().transform(right)[0])
+    height, points = 15, [axis.transData.transform((x, y)) for x, y, _ in ends]
+    edge, pixels = max((x for x, _ in points), default=0), [y for _, y in points]
     for number in range(1, len(pixels)):
         pixels[number] = max(pixels[number], pixels[number - 1] + height)
     top = axis.bbox.y1 - 8
     for number in reversed(range(len(pixels))):
         pixels[number] = min(pixels[number], top)
         top = pixels[number] - height
-    for (x, _, line), pixel in zip(ends, pixels):
-        place, colour = (x, axis.transData.inverted().transform((0, pixel))[1]), line.get_color()
-        axis.annotate(line.get_label(), place, (8, 0), textcoords="offset points", color=colour, va="center")
+    for (x, y, line), (left, bottom), pixel in zip(ends, points, pixels):
+        place, colour = axis.transData.inverted().transform((edge, pixel)), line.get_color()
+        axis.annotate(line.get_label(), place, (10, 0), textcoords="offset points", color=colour, va="center")
+        if edge - left > 1 or abs(pixel - bottom) > height:
+            leader = [(x, y), axis.transData.inverted().transform((edge + 9, pixel))]
+            look = {"colors": colour, "linestyles": line.get_linestyle(), "linewidths": 0.6}
+            axis.add_collection(LineCollection([leader], **look), autolim=False)
 
 
 def _save(figure, path: Path):

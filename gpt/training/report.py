@@ -1,14 +1,20 @@
 """What a training run says, and the lines it keeps of its numbers."""
 
 import importlib
+import json
+import math
 import shlex
 from pathlib import Path
 
 from gpt.config import Failure, Mistake
 from gpt.files import append, courtesy
+from gpt.training.distributed import World, whole
 from gpt.training.settings import TrainConfig, assumed
 
+MARGIN = 0.1  # nats below the entropy of single tokens, from which on a model has learnt more than their frequencies
+
 # `run` is a gpt.training.trainer.Trainer, `end` the result of train.train.
+# torch is imported in the functions: `--help` of the scripts should not wait for it.
 
 
 class Diverged(Failure, FloatingPointError):
@@ -23,6 +29,41 @@ class Diverged(Failure, FloatingPointError):
         numbers = ", ".join(f"{words[name]} {self.record[name]}" for name in words if name in self.record)
         other = " Or give --dtype float32." if "scale" in self.record else ""
         return f"the run diverged (step {self.step}: {numbers}). Lower --lr or lengthen --warmup-steps.{other}"
+
+
+def finite(number: float) -> float | None:
+    """The number for a line of JSON, which has no infinity: None for what is not finite."""
+    return number if math.isfinite(number) else None
+
+
+def require_finite(record: dict, model, scaler):
+    """Raise Diverged if a step's numbers or the weights after it are not finite. In float16 the scaler mends a gradient
+    that is not finite, up to a limit."""
+    numbers = [record["loss"]] if scaler.is_enabled() else [record["loss"], record["grad_norm"]]
+    weights = [whole(parameter.isfinite().all()) for parameter in model.parameters()]
+    if not (all(map(math.isfinite, numbers)) and all(weights)):
+        raise Diverged(record)
+    # Each float16 step whose gradient overflows is left out, and halves the scale: from 65,536 on, 27 in a row.
+    if (scale := scaler.get_scale()) < 2**-10:
+        raise Diverged(record | {"scale": scale})
+
+
+def stuck(run, record: dict) -> bool:
+    """Whether an evaluation finds that the model knows no more than how often each token comes: its validation loss is
+    not 0.1 nats below the entropy of single tokens. Warns of it once. None is judged in the first half of the steps, or
+    earlier than 100 steps after the warm-up. A training loss 0.5 nats below the entropy is overfitting instead."""
+    step, loss, config = record["step"], record["val_loss"], run.config
+    if step < max(config.steps / 2, config.warmup_steps + 100):
+        return False
+    with courtesy("judge whether the run is stuck", warn=run.progress.warn):
+        entropy, unit = run.data.entropy, run.tokenizer.unit
+        if loss > entropy - MARGIN and record["loss"] > entropy - 0.5:
+            numbers = f"validation loss {loss:.4f} at step {step}, entropy {entropy:.4f} nats, {run.run}"
+            if run.world.first and not run.state.get("stuck"):
+                reason = f"the run has learnt little more than how often each {unit} comes ({numbers})"
+                run.progress.warn(f"warning: {reason}. Lower --lr or lengthen --warmup-steps.")
+            return True
+    return False
 
 
 def require_tensorboard(config: TrainConfig):
@@ -101,6 +142,36 @@ def stopped(end: dict) -> str:
     launcher = "python" if end["processes"] == 1 else f"torchrun --nproc_per_node {end['processes']}"
     command = f"{launcher} train.py --resume --out {shlex.quote(str(end['run']))}"
     return f"stopped at step {end['step']}; continue with: {command}"
+
+
+class StepLines:
+    """The loss and the gradient norm of every step, in steps.jsonl. Both stay on the device until `read`, so that
+    training does not wait for them. All processes have one, and the first writes."""
+
+    def __init__(self, run: Path, world: World):
+        self.path, self.world = run / "steps.jsonl", world
+        self.waiting: list[tuple] = []
+
+    def add(self, loss, grad_norm):
+        """Take the numbers of the next step, tensors of no dimension: the mean loss of this process's rows, and the
+        gradient norm, which may be a DTensor."""
+        self.waiting.append((loss, grad_norm))
+
+    def read(self, step: int) -> tuple[float, float]:
+        """Write the lines of all steps up to this one, the last that was added; returns its loss, the mean over the
+        processes, and its gradient norm."""
+        import torch
+
+        scalars = [scalar for loss, norm in self.waiting for scalar in (loss, whole(norm))]
+        numbers = torch.stack(scalars).tolist()  # one transfer for all
+        losses = [total / self.world.size for total in self.world.total(numbers[::2])]
+        pairs, self.waiting = [*zip(losses, numbers[1::2])], []
+        if self.world.first:
+            with open(self.path, "a", encoding="utf-8") as file:
+                for number, (loss, norm) in enumerate(pairs, start=step + 1 - len(pairs)):
+                    line = {"step": number, "loss": finite(loss), "grad_norm": finite(norm)}
+                    file.write(json.dumps(line) + "\n")
+        return pairs[-1]
 
 
 class Lines:

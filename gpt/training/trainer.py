@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from gpt.config import Mistake, lookup
-from gpt.files import append, held, write
+from gpt.files import append, courtesy, held, write
 from gpt.loss import NextToken
 from gpt.model import GPT
 from gpt.screen import Progress, say
 from gpt.study.depth import depth_profile
 from gpt.tokenizer import TOKENIZERS
 from gpt.training import checkpoint, corpus, device, distributed, optim, report
+from gpt.training.code import code_of
 from gpt.training.data import Data
 from gpt.training.run import StopRequest, forget_later_lines, new_run
 from gpt.training.settings import TrainConfig, located, weights_of
@@ -27,10 +28,11 @@ class Trainer:
     """A run, from its set-up to its end, as a context manager: entering it meets every mistake before the first step.
 
     `model` is the plain module, which is evaluated, saved and sampled. Only a training step calls `net`, which may be
-    compiled or replicated. `state` is what state.json of a checkpoint has. The arguments are those of train.train.
+    compiled or replicated. `state` is what state.json of a checkpoint has. The arguments are those of train.train, and
+    `update`, the function of one step: `code` is the checksum of what decides a run, and this is a part of it.
     """
 
-    def __init__(self, config: TrainConfig, out: str | None, resume: str | None, overwrite: bool, progress):
+    def __init__(self, config: TrainConfig, out: str | None, resume: str | None, overwrite: bool, progress, update):
         self.world = distributed.world()
         self.micro_size = config.micro_size(self.world.size)
         self.compute = device.choose(
@@ -40,6 +42,7 @@ class Trainer:
             raise Mistake("--shard works in bfloat16 or float32 (float16). Give --dtype float32.")
         report.require_tensorboard(config)
         self.config, self.out, self.resume, self.overwrite, self.progress = config, out, resume, overwrite, progress
+        self.update, self.code = update, None
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
@@ -71,6 +74,8 @@ class Trainer:
             self.model = GPT(config.model)
         else:
             self.model = self.world.in_turn(load)
+        with courtesy("tell which code trains"):
+            self.code = code_of(self.model, self.update)
         self.digest = corpus.digest(ids)
         sizes = config.model.context_length, config.batch_size, config.val_fraction
         self.data = Data(ids, *sizes, config.seed, config.eval_tokens)
@@ -113,7 +118,7 @@ class Trainer:
     def _leave_branch(self):
         checkpoint.leave_branch(self.run, self.state)
         probes_again = self.unfinished is not None and self.probes(self.step)
-        forget_later_lines(self.run, self.step - 1 if probes_again else self.step)
+        forget_later_lines(self.run, self.step, probes_again)
 
     def _open_folder(self, stack) -> tuple[Path, dict, list[str]]:
         """The part of `_open` that the first process does."""
@@ -124,11 +129,15 @@ class Trainer:
         if not self.resume:
             return run, {"step": 0, "val_loss": None, "best_step": None, "best_val_loss": None}, []
         state, *self._tensors, changes = checkpoint.resume(run, self.resume, self.config, self.digest)
+        before, now = state.get("code") or self.code, self.code or state.get("code")
+        if before != now:
+            changes.append(f"changed code: {before!s:.8} -> {now:.8}, after step {state['step']}")
         return run, state, changes
 
     def _begin(self, stack, warning: str | None, changes: list[str]):
         """Say what is about to happen, and open what will be written."""
         self.progress = self.progress or stack.enter_context(Progress(self.config.steps, self.step, self.world.first))
+        self.step_lines = report.StepLines(self.run, self.world)
         if self.world.first:
             write(self.run / "config.json", json.dumps(self.settings, indent=1))
             self.lines = report.Lines(self.run, self.config.tensorboard, self.step, self.progress.warn)
@@ -174,27 +183,19 @@ class Trainer:
         if self.world.first:
             append(self.run / "probe.jsonl", {"step": step, **profile})
 
-    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> dict:
+    def record(self, step: int) -> dict:
         """The numbers of a step, read back from the device. Raises Diverged if they or the weights are not finite."""
         tokens = (step - self.clock[0]) * self.config.batch_size * self.config.model.context_length
-        record: dict = {"step": step, "loss": self.world.total([loss.item()])[0] / self.world.size}
-        record |= {"lr": optim.lr_at(step - 1, self.config), "grad_norm": distributed.whole(grad_norm).item()}
+        loss, grad_norm = self.step_lines.read(step)
+        record: dict = {"step": step, "loss": loss, "lr": optim.lr_at(step - 1, self.config), "grad_norm": grad_norm}
         record["tokens_per_s"] = round(tokens / (time.perf_counter() - self.clock[1]))
-        # In float16 the scaler mends a gradient that is not finite.
-        numbers = [record["loss"]] if self.scaler.is_enabled() else [record["loss"], record["grad_norm"]]
-        weights = [distributed.whole(parameter.isfinite().all()) for parameter in self.model.parameters()]
-        if not (all(map(math.isfinite, numbers)) and all(weights)):
-            raise report.Diverged(record)
-        # Each float16 step whose gradient overflows is left out, and halves the scale: from 65,536 on, 27 in a row.
-        if (scale := self.scaler.get_scale()) < 2**-10:
-            raise report.Diverged(record | {"scale": scale})
-        record["grad_norm"] = record["grad_norm"] if math.isfinite(record["grad_norm"]) else None  # JSON has no inf
-        return record
+        report.require_finite(record, self.model, self.scaler)
+        return record | {"grad_norm": report.finite(grad_norm)}
 
     def save(self, record: dict):
         """Write a checkpoint of the record's step."""
         self.state |= {"step": record["step"], "record": record, "config": self.settings, "corpus": self.digest}
-        self.state["scaler"] = self.scaler.state_dict()
+        self.state |= {"scaler": self.scaler.state_dict(), "code": self.code}
         tensors = distributed.gathered(self.model, self.optimizer, self.world)
         self.world.from_first(lambda: checkpoint.save(self.run, *tensors, self.state))
 
@@ -206,7 +207,7 @@ class Trainer:
             record["val_loss"] = mean_loss(self.loss, windows, self.world)
         if not math.isfinite(record["val_loss"]):
             raise report.Diverged(record)
-        self.state["val_loss"] = record["val_loss"]
+        self.state |= {"val_loss": record["val_loss"], "stuck": report.stuck(self, record)}
         if self.state["best_step"] is None or record["val_loss"] < self.state["best_val_loss"]:
             self.state |= {"best_step": record["step"], "best_val_loss": record["val_loss"]}
             if self.step != record["step"]:
@@ -225,7 +226,8 @@ class Trainer:
     def outcome(self, signum: int) -> dict:
         """The result of train.train."""
         rest = {"unit": self.tokenizer.unit, "first": self.world.first, "processes": self.world.size}
-        return self.state | rest | {"run": self.run, "signum": signum}
+        rest |= {"code": self.code, "corpus": self.digest, "run": self.run, "signum": signum}
+        return {"stuck": False} | self.state | rest
 
 
 @torch.no_grad()

@@ -1,0 +1,91 @@
+"""Several processes do one comparison: each run once, none lost, the same results as by one process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_compare import outcomes
+from toys import ROOT, TOY_RUN, as_flags, call
+
+import compare
+from gpt.config import Mistake
+from gpt.training import jobs
+
+RUN = TOY_RUN | {"steps": 24, "eval_every": 24, "save_every": 2, "keep": 1, "seed": 7, "dropout": 0.1}
+FLAGS = [*as_flags(RUN), "--data", "text.txt", "--rates", "0.01", "0.02", "--seeds", "2"]
+
+
+@pytest.fixture
+def alone(here, capsys, quick) -> dict:
+    """The outcomes of a comparison by one process."""
+    assert call(compare, "pre", "post", *FLAGS, "--jobs", 1, "--out", "alone", capsys=capsys)[0] == 0
+    return outcomes(Path("alone"))
+
+
+def began() -> set[str]:
+    return {path.parent.name for path in Path("c").glob("*/metrics.jsonl")}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="forks, as POSIX does")
+def test_four_processes_of_which_one_is_killed_and_one_is_late(alone, here, forks):
+    """The killed one's run is taken over from its checkpoint; all write the same table."""
+    command = ["compare", "pre", "post", *FLAGS, "--jobs", 1, "--out", "c"]
+    first = [forks.start(*command, cwd=here) for _ in range(3)]
+    assert first[0].wait(until=lambda: any(Path("c").glob("*/step-*"))) is None
+    first[0].kill(signal.SIGKILL)
+    helpers = [*first[1:], forks.start(*command, cwd=here)]
+    assert [helper.wait() for helper in helpers] == [0, 0, 0], [helper.err for helper in helpers]
+    assert outcomes() == alone and len(alone) == 8
+    lines = [line for helper in helpers for line in helper.out.splitlines() if line.split()[2:3] == ["step"]]
+    steps = [(line.split()[0], line.split()[3]) for line in lines]
+    assert len(steps) == len(set(steps))  # no step was done twice by those that lived
+    assert all(not helper.err and "| `post`" in helper.out for helper in helpers)
+    assert all(path.name.startswith(".") for path in Path("c").iterdir() if path.suffix == ".lock")
+
+
+def processes_in(folder: Path) -> list[int]:
+    """The processes that work in a folder, as /proc tells."""
+    places = Path("/proc").glob("[0-9]*/cwd")
+    return [int(place.parent.name) for place in places if os.path.realpath(place) == str(folder)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("signum", [None, signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_of_jobs_end_with_the_one_that_started_them(here, signum):
+    """However it ends; and with the same results."""
+    (here / "work").mkdir()
+    flags = [*FLAGS, "--data", str(here / "text.txt"), "--eval-every", "4", "--steps", "100000" if signum else "4"]
+    command = [sys.executable, str(ROOT / "compare.py"), "pre", "post", *flags, "--jobs", "3", "--out", "c"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=here / "work", **pipes)
+    if signum:
+        deadline = time.monotonic() + 60
+        while len([*(here / "work").glob("c/*/steps.jsonl")]) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}[signum] and err == ""
+    deadline = time.monotonic() + 30
+    while processes_in(here / "work") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_in(here / "work") == []
+    if signum is None:
+        assert len(outcomes(here / "work" / "c")) == 8
+
+
+def test_jobs_keep_the_cores_busy_and_no_more(monkeypatch):
+    monkeypatch.setattr(jobs, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    assert jobs.share(None, 99, "cpu") == (8, 1) and jobs.share(None, 2, "cpu") == (2, 4)
+    assert jobs.share(3, 99, "cpu") == (3, 2) and threads == [1, 4, 2]
+    assert jobs.share(None, 99, "mps")[0] == jobs.share(None, 99, "cuda:1")[0] == jobs.share(None, 0, "cpu")[0] == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert jobs.share(None, 99, "cpu") == (2, 4)
+    with pytest.raises(Mistake):
+        jobs.share(0, 1, "cpu")
