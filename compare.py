@@ -156,14 +156,14 @@ def report(rehearsed: Rehearsed, folder: Folder, title: str, latex: bool):
         tell(f"in the folder, and not in the tables: {', '.join(others)}")
 
 
-def opening(plan: Plan, folder: Folder, runs: int, left: int, title: str) -> str:
+def opening(plan: Plan, folder: Folder, left: int, done: int, title: str) -> str:
     """What is about to happen, in three lines."""
     seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}" if len(plan.seeds) > 1 else f"seed {plan.seeds[0]}"
     choice = f"; rates are chosen on seed {plan.seeds[0] + MOST_SEEDS}" if plan.rates else ""
-    more = "at least " if plan.rates == "auto" else ""
+    about = "about " if left and plan.rates == "auto" else ""
     return (
         f"compare {', '.join(plan.entries)}; {seeds}{choice}\n"
-        f"runs    {more}{left} of {title}{f', {runs - left} more are done' if left < runs else ''}\n"
+        f"runs    {about}{left} of {title}{f', {done} more are done' if done else ''}\n"
         f"folder  {folder.path}"
     )
 
@@ -182,12 +182,12 @@ def compare(flags: dict, argv: list[str]) -> int | None:
         folder.clear()
     folder.check(plan)
     runs = plan.runs(folder.loss_of)
-    left = [run for run in runs if folder.outcome(run) is None]
-    at_once = len(left) + 2 * len(left) * (plan.rates == "auto")
-    count, threads = jobs.share(options["jobs"], at_once, rehearsed.device)
+    done = sum(folder.outcome(run) is not None for run in runs)
+    left = max(len(runs), len(rehearsed.counts) * plan.runs_of_each) - done if done < len(runs) else 0
+    count, threads = jobs.share(options["jobs"], left, rehearsed.device)
     title = f"{runs[0].config.steps:,} steps on {corpus.name(runs[0].config.data)}"
     folder.make()
-    tell(opening(plan, folder, len(runs), len(left), title))
+    tell(opening(plan, folder, left, done, title))
     tell(f"jobs    {count} at a time, {threads} threads each")
     if options["helper"]:
         jobs.end_with_parent()
@@ -195,8 +195,8 @@ def compare(flags: dict, argv: list[str]) -> int | None:
     command += ["--out", str(folder.path), "--jobs", "1", "--helper"]
     with StopRequest() as stop, Overall(plan, folder, rehearsed.counts, count) as progress:
         with jobs.started(command, count - 1, threads, rehearsed.device):
-            done = train_all(plan, rehearsed.level, folder, stop, progress)
-    if not done:
+            all_done = train_all(plan, rehearsed.level, folder, stop, progress)
+    if not all_done:
         tell(f"stopped; the same command goes on with {folder.path}")
         return 128 + stop.signum
     if not options["helper"]:

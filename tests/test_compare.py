@@ -132,6 +132,14 @@ def test_the_rows_are_those_of_the_runs_in_all_formats(finished):
         assert float(line["val_loss"]) == row["val_loss"] and line["norm"] == row["norm"]
 
 
+def test_a_folder_in_which_a_run_is_just_beginning_is_a_comparisons(copied, began, capsys):
+    """As another process sees it, which comes a little later."""
+    shutil.rmtree("c")
+    Path("c", "pre-7").mkdir(parents=True)
+    Path("c", "pre-7", ".lock").touch()
+    assert copied(capsys, "pre", "--seeds", 1)[0] == 0 and began == [("pre-7", None)]
+
+
 def test_more_entries_and_seeds_are_added(copied, began, capsys):
     before = outcomes()
     assert copied(capsys, "pre,post", "--seeds", 2)[0] == 0 and began == []

@@ -25,7 +25,7 @@ COMMANDS = {
         [],
         ("prepare", "text.txt", "--out", "p", "--tokenizer", "bytes", "--shard-tokens", 4000, "--workers", 1),
     ),
-    "compare": ([], ("compare", "pre", "post", "--out", "c", "--seeds", 1, *RUN, "--steps", 2)),
+    "compare": ([], ("compare", "pre", "post", "--out", "c", "--seeds", 1, "--jobs", 1, *RUN, "--steps", 2)),
     "export": ([(*TRAIN, "--steps", 2)], ("gpt.pretrained", "export", "r", "e")),
 }
 
@@ -83,7 +83,7 @@ class Work:
         if process.status:
             again = self.start(cwd, self.command)
             assert again.status == 0, (case, process.err, again.err)
-        made, hidden = self.products(cwd), [path for path in cwd.rglob(".*") if path.name != ".lock"]
+        made, hidden = self.products(cwd), [path for path in cwd.rglob(".*") if not path.name.endswith(".lock")]
         if "cannot delete" in process.err:  # what is old may stay
             made, hidden = {path: made[path] for path in self.made}, []
         assert made == self.made and hidden == [], (case, process.err, hidden)

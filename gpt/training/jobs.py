@@ -7,6 +7,7 @@ import subprocess
 import threading
 
 from gpt.config import Mistake
+from gpt.files import courtesy
 
 
 def cores() -> int:
@@ -23,7 +24,7 @@ def share(asked: int | None, runs: int, device: str) -> tuple[int, int]:
 
     if asked is not None and asked < 1:
         raise Mistake(f"--jobs is a number of processes ({asked}). Give 1 or more.")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    threads = torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 0
     busy = {"cpu": cores() // max(1, threads), "cuda": torch.cuda.device_count()}.get(device, 1)
     count = asked or max(1, min(busy, runs))
     if count == 1:
@@ -37,23 +38,17 @@ def share(asked: int | None, runs: int, device: str) -> tuple[int, int]:
 def started(command: list[str], count: int, threads: int, device: str):
     """Start `count` processes with this command, silently, on CUDA each on a GPU of its own. After the `with` block
     they are asked to end, and waited for. They end by themselves if this process is killed (`end_with_parent`)."""
-    processes = []
+    processes: list[subprocess.Popen] = []
     try:
         for number in range(1, count + 1):
             environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
             if device == "cuda":
                 environment["CUDA_VISIBLE_DEVICES"] = gpu(number)
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    # What they meet, this process will meet too: it does the runs that nobody has done.
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # so that Ctrl-C asks this process alone, which passes it on once
-                )
-            )
+            pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            with courtesy("start one more process", OSError):
+                # Silent: what they meet, this process will meet too, since it does the runs that nobody has done. In a
+                # session of their own, so that Ctrl-C asks this process alone, which passes it on once.
+                processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
         yield
     finally:
         for process in processes:

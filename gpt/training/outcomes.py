@@ -107,12 +107,11 @@ class Folder:
         return held(self.path, f".{run.name}.lock")
 
     def require_ours(self):
-        """Raise Mistake if the folder has files, but no run."""
-        paths = [*self.path.iterdir()] if self.path.is_dir() else []
-        if self.path.is_file() or (
-            any(not path.name.startswith(".") for path in paths) and not any(map(is_run, paths))
-        ):
-            raise Mistake(f"the output folder is not a comparison ({self.path.absolute()}). Name another with --out.")
+        """Raise Mistake if the folder has files, but no run, nor a folder in which one is just beginning."""
+        shown = [self.path] if self.path.is_file() else _shown(self.path)
+        if shown and not any(is_run(path) or (path.is_dir() and not _shown(path)) for path in shown):
+            place = self.path.absolute()
+            raise Mistake(f"the output folder is not a comparison ({place}). Name another with --out.")
 
     @contextlib.contextmanager
     def turn(self):
@@ -145,9 +144,8 @@ class Folder:
         runs = [path for path in self.path.iterdir() if (path / "outcome.json").exists() or is_run(path)]
         for run in [path for path in runs if not path.is_symlink()]:
             with held(self.path, f".{run.name}.lock"), held(run):
-                (run / "outcome.json").unlink(
-                    missing_ok=True
-                )  # first, so that a kill leaves no outcome without its run
+                # First, so that a kill leaves no outcome without its run.
+                (run / "outcome.json").unlink(missing_ok=True)
                 delete_run(run)
                 (run / ".lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the user has put something there
@@ -164,6 +162,11 @@ class Folder:
             else:
                 reason = f"a run has another {name} ({stored[name]}, not {wanted[name]}, in {place})"
             raise Mistake(f"{reason}. Name another --out, or do all again by --overwrite.")
+
+
+def _shown(folder: Path) -> list[Path]:
+    """What is in a folder, if there is one, but for hidden files."""
+    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
 
 
 def default_folder(plan: Plan, code: dict[tuple[str, int | None], str], corpus: str) -> Folder:

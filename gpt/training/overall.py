@@ -1,5 +1,6 @@
 """How far all runs of a comparison are, also those that other processes do."""
 
+import collections
 import time
 
 from gpt.screen import Progress
@@ -23,7 +24,11 @@ class Overall(Progress):
     def look(self):
         """Look at what all processes have done."""
         runs = self.plan.runs(self.folder.loss_of)
-        self.at(sum(map(self.folder.steps_done, runs)), sum(run.config.steps for run in runs))
+        steps = runs[0].config.steps  # of every run
+        total = len(runs)
+        if any(self.folder.outcome(run) is None for run in runs):
+            total = max(total, len(self.counts) * self.plan.runs_of_each)
+        self.at(sum(map(self.folder.steps_done, runs)), total * steps)
         for number, run in enumerate(runs, start=1):
             outcome = self.folder.outcome(run)
             if outcome and run.name not in self._ended:
@@ -59,13 +64,14 @@ class Overall(Progress):
         (before, start), (after, end) = self._clock
         if after > before and end > start:
             runs = self.plan.runs(self.folder.loss_of)
-            left = sum((each.config.steps - self.folder.steps_done(each)) * self._cost(each) for each in runs)
-            seconds = left * (end - start) / ((after - before) * self._cost(run) * self.processes)
-            more = ", and more if more rates have to be tried" if self.plan.rates == "auto" else ""
-            self.write(f"all will take about {_duration(seconds)}{more}")
+            steps, known = run.config.steps, collections.Counter((each.entry, each.depth) for each in runs)
+            left = sum((steps - self.folder.steps_done(each)) * self._cost(each.entry, each.depth) for each in runs)
+            left += sum(max(0, self.plan.runs_of_each - known[key]) * steps * self._cost(*key) for key in self.counts)
+            speed = (after - before) * self._cost(run.entry, run.depth) * self.processes / (end - start)
+            self.write(f"all will take about {_duration(left / speed)}")
 
-    def _cost(self, run: Run) -> int:
-        return self.counts[run.entry, run.depth]["parameters"]
+    def _cost(self, entry: str, depth: int | None) -> int:
+        return self.counts[entry, depth]["parameters"]
 
 
 def _duration(seconds: float) -> str:

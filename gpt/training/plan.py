@@ -42,6 +42,12 @@ class Plan:
     def depths(self) -> list[int | None]:
         return [*next(iter(self.entries.values()))]
 
+    @property
+    def runs_of_each(self) -> int:
+        """How many runs each entry has at each depth; with "auto" rates about so many."""
+        tries = len(self.rates) if isinstance(self.rates, tuple) else 5 if self.rates else 0
+        return tries + len(self.seeds)
+
     def runs(self, loss_of: Callable[[Run], float | None]) -> list[Run]:
         """The runs that are wanted as far as is known: those that choose rates, then the counted ones, seed by seed.
         `loss_of` tells the loss of a run, infinite if it diverged, and None before its end. The list grows
