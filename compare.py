@@ -21,6 +21,7 @@ from gpt.config import Mistake, lookup
 from gpt.files import Held, read_lines
 from gpt.screen import is_terminal, tell
 from gpt.training import jobs
+from gpt.training.entries import FLAGS
 from gpt.training.outcomes import Folder, default_folder
 from gpt.training.overall import Overall
 from gpt.training.plan import MOST_SEEDS, Plan, Run, read_plan
@@ -29,7 +30,7 @@ from gpt.training.settings import SETTINGS
 from train import train, update
 
 RAMP = 16.0  # --max-rate: times an entry's rate
-OPTIONS = ("entries", "seeds", "rates", "depths", "max_rate", "jobs", "out", "overwrite", "latex", "helper")
+OPTIONS = ("entries", "helper", *FLAGS)
 
 
 class Rehearsed(NamedTuple):
@@ -69,6 +70,8 @@ def rehearse(plan: Plan) -> Rehearsed:
         shape = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
         probe_every = config.probe_every or config.steps
         config = dataclasses.replace(config, model=shape, probe_every=probe_every, data=path)
+        # Settled here, so that no other machine goes on with another device or number format.
+        config = dataclasses.replace(config, device=compute.device, dtype=compute.dtype, compile=compute.compile)
         torch.manual_seed(config.seed)
         model = GPT(shape)
         depth_profile(model, split.few_rows())
@@ -83,7 +86,7 @@ def rehearse(plan: Plan) -> Rehearsed:
     return Rehearsed(plan, code, counts, corpus.digest(ids), split.entropy - MARGIN, tokenizer.unit, compute.device)
 
 
-def train_all(plan: Plan, level: float, folder: Folder, stop: StopRequest, progress: Overall) -> bool:
+def train_all(plan: Plan, folder: Folder, stop: StopRequest, progress: Overall) -> bool:
     """Do the runs that have no outcome and that no other process does, until all have one. False if `stop` came."""
     while not stop.signum:
         waiting = [run for run in plan.runs(folder.loss_of) if folder.outcome(run) is None]
@@ -91,10 +94,10 @@ def train_all(plan: Plan, level: float, folder: Folder, stop: StopRequest, progr
             progress.look()
             return True
         for run in waiting:
-            with contextlib.suppress(Held), folder.claim(run):
+            with contextlib.suppress(Held), folder.claim(run.name):
                 if folder.outcome(run) is None:  # nobody else has ended it meanwhile
                     progress.begin_run(run)
-                    train_one(run, level, folder, stop, progress)
+                    train_one(run, folder, stop, progress)
                     progress.look()
                 break
         else:
@@ -103,10 +106,8 @@ def train_all(plan: Plan, level: float, folder: Folder, stop: StopRequest, progr
     return False
 
 
-def train_one(run: Run, level: float, folder: Folder, stop: StopRequest, progress: Overall):
+def train_one(run: Run, folder: Folder, stop: StopRequest, progress: Overall):
     """Do a run, or go on with it, and write its outcome, unless `stop` came before its end."""
-    from gpt.study.stability import largest_rate, learned_nothing, stability
-    from gpt.training.optim import lr_at
     from gpt.training.report import Diverged
 
     path, config = folder.path / run.name, run.config
@@ -119,17 +120,10 @@ def train_one(run: Run, level: float, folder: Folder, stop: StopRequest, progres
         results |= {name: end[name] for name in ("val_loss", "best_val_loss", "best_step", "stuck")}
     except Diverged as error:
         results["diverged"] = error.step
-    except Held:
-        raise
+    except Held as error:  # and not by a comparison, which would have claimed the run
+        raise Mistake(str(error)) from None
     except Mistake as error:
         raise (Mistake(f"{error} Or delete {path}, and it is done again.") if begun else error) from None
-    lines = read_lines(path / "steps.jsonl")
-    results |= stability(lines) | {"largest_rate": None}
-    if run.part == "ramp":
-        losses = [line["loss"] for line in lines]
-        rates = [lr_at(step, config) for step in range(len(losses))]
-        results["largest_rate"] = largest_rate(losses, rates, level, diverged=results["diverged"] is not None)
-        results["stuck"] = learned_nothing(losses, level)
     speeds = [record["tokens_per_s"] for record in read_lines(path / "metrics.jsonl") if "tokens_per_s" in record]
     folder.add(run, results | {"tokens_per_s": round(statistics.median(speeds)) if speeds else None})
 
@@ -144,8 +138,7 @@ def report(rehearsed: Rehearsed, folder: Folder, title: str, latex: bool):
     runs = plan.runs(folder.loss_of)
     rows = [folder.outcome(run) | rehearsed.counts[run.entry, run.depth] for run in runs]
     with folder.turn():
-        shape = [*plan.entries], plan.depths, plan.seeds
-        tables, files = write_results(folder.path, rows, *shape, rehearsed.unit, title, latex)
+        tables, files = write_results(folder.path, rows, rehearsed.unit, rehearsed.level, title, latex)
     columns = SHORT if is_terminal(sys.stdout) else None
     for cells in tables:
         tell("\n" + markdown([row[:columns] for row in cells]))
@@ -163,7 +156,7 @@ def opening(plan: Plan, folder: Folder, left: int, done: int, title: str) -> str
     about = "about " if left and plan.rates == "auto" else ""
     return (
         f"compare {', '.join(plan.entries)}; {seeds}{choice}\n"
-        f"runs    {about}{left} of {title}{f', {done} more are done' if done else ''}\n"
+        f"runs    {about}{left}, each {title}{f'; {done} more are done' if done else ''}\n"
         f"folder  {folder.path}"
     )
 
@@ -173,29 +166,32 @@ def compare(flags: dict, argv: list[str]) -> int | None:
     from gpt.training import corpus
 
     options = {name: flags.pop(name) for name in OPTIONS}
+    if options["overwrite"] and not options["out"]:
+        raise Mistake("--overwrite needs the comparison's name (none). Give --out FOLDER.")
     asked = (options[name] for name in ("seeds", "depths", "rates", "max_rate"))
     rehearsed = rehearse(read_plan(options["entries"], flags, *asked))
     plan, of_runs = rehearsed.plan, (rehearsed.code, rehearsed.corpus)
     folder = Folder(Path(options["out"]), *of_runs) if options["out"] else default_folder(plan, *of_runs)
     if options["overwrite"]:
-        folder.require_ours()
         folder.clear()
     folder.check(plan)
     runs = plan.runs(folder.loss_of)
     done = sum(folder.outcome(run) is not None for run in runs)
     left = max(len(runs), len(rehearsed.counts) * plan.runs_of_each) - done if done < len(runs) else 0
-    count, threads = jobs.share(options["jobs"], left, rehearsed.device)
+    count, threads = jobs.share(options["jobs"], left + done, rehearsed.device)  # always the same threads
     title = f"{runs[0].config.steps:,} steps on {corpus.name(runs[0].config.data)}"
     folder.make()
+    with folder.turn() as locked:
+        count = min(count, left or 1) if locked else 1
     tell(opening(plan, folder, left, done, title))
-    tell(f"jobs    {count} at a time, {threads} threads each")
+    tell(f"jobs    {count} at a time, each with {threads} thread{'s' * (threads > 1)}")
     if options["helper"]:
         jobs.end_with_parent()
     command = [sys.executable, __file__, *(word for word in argv if word != "--overwrite")]
     command += ["--out", str(folder.path), "--jobs", "1", "--helper"]
     with StopRequest() as stop, Overall(plan, folder, rehearsed.counts, count) as progress:
         with jobs.started(command, count - 1, threads, rehearsed.device):
-            all_done = train_all(plan, rehearsed.level, folder, stop, progress)
+            all_done = train_all(plan, folder, stop, progress)
     if not all_done:
         tell(f"stopped; the same command goes on with {folder.path}")
         return 128 + stop.signum
@@ -214,12 +210,9 @@ def main(argv: list[str]):
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
     text = "choose a rate for each entry: the best of these, or auto, from --lr on by factors of 2"
     command.add_argument("--rates", nargs="+", metavar="auto|RATE", help=text)
-    command.add_argument(
-        "--depths", nargs="+", type=int, metavar="N", help="compare at each of these numbers of blocks"
-    )
-    text = (
-        "in place of that, the largest rate that each entry holds: it rises to so many times --lr (default: %(const)g)"
-    )
+    text = "compare at each of these numbers of blocks"
+    command.add_argument("--depths", nargs="+", type=int, metavar="N", help=text)
+    text = "find the largest rate that each entry holds, in runs whose rate rises to TIMES its --lr (%(const)g)"
     command.add_argument("--max-rate", nargs="?", type=float, const=RAMP, metavar="TIMES", help=text)
     text = "runs at a time (default: as many as keep the machine busy)"
     command.add_argument("--jobs", type=int, metavar="N", help=text)

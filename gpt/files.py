@@ -17,7 +17,7 @@ from pathlib import Path
 from gpt.config import Mistake
 from gpt.screen import say
 
-FORMAT = 1  # the version of config.json, state.json and results.json
+FORMAT = 1  # the version of config.json and state.json
 LARGEST = 2**24  # bytes; GPT-2's tokenizer.json has 3.6 million. An untrusted file may be larger than the memory
 # What a file system answers that does not have a call, as network drives lack fsync.
 LACKING = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -147,10 +147,10 @@ class Held(Mistake):
 
 
 @contextlib.contextmanager
-def held(folder: Path, name: str = ".lock"):
+def held(folder: Path, name: str = ".lock") -> Iterator[bool]:
     """Keep other processes from working in the folder, or from what else the file `name` in it stands for, until the
     `with` block or this process ends, however it ends. Raises Held if another process does, and Mistake if nothing can
-    be written there. A file system without locks is a warning."""
+    be written there. A file system without locks is a warning, and the value of the `with` block is then False."""
     try:
         lock = open(folder / name, "a", encoding="utf-8")
     except OSError as error:
@@ -158,11 +158,13 @@ def held(folder: Path, name: str = ".lock"):
     with lock:
         try:
             _lock(lock.fileno())
+            locked = True
         except BlockingIOError:
             raise Held(f"another process works here ({folder.absolute()}). Wait for it, or name another.") from None
         except OSError as error:
             say(f"warning: no lock on {folder} ({error.strerror}). Let no second process work there.")
-        yield
+            locked = False
+        yield locked
 
 
 def _lock(descriptor: int):

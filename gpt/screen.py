@@ -91,7 +91,9 @@ class Progress:
         self._bar.update(count)
 
     def at(self, done: int, total: int):
-        """Set how much is done, and of how much."""
+        """Set how much is done, and of how much. What was done at the first time tells nothing of the speed."""
+        if not self._bar.n:
+            self._bar.initial = self._bar.last_print_n = done
         self._bar.n, self._bar.total = done, total
         self._bar.refresh()
 

@@ -28,7 +28,8 @@ def upside_down(config, layer):
 
 
 def codes() -> dict:
-    """The checksum of each placement's code."""
+    """The checksum of each placement's code, as a new process would compute it."""
+    code._tree.cache_clear()
     return {placement: code_of(GPT(ModelConfig(**TOY | {"norm": placement, "n_layers": 4}))) for placement in BLOCKS}
 
 
@@ -37,6 +38,21 @@ def scaled(factor):
         block = PreLN(config, layer)
         block.factor = factor
         return block
+
+    return make
+
+
+def scaled_class(factor):
+    class Scaled(PreLN):
+        def forward(self, x):
+            return super().forward(x) * factor
+
+    return Scaled
+
+
+def that_calls_itself(factor):
+    def make(config, layer):
+        return PreLN(config, layer) if layer else make(config, factor)
 
     return make
 
@@ -52,6 +68,8 @@ class Maker:
 PAIRS = {
     "partial": [functools.partial(scaled(1.0), config=None), functools.partial(scaled(1.0), config=1)],
     "closure": [scaled(2.0), scaled(5.0)],
+    "class in a function": [scaled_class(2.0), scaled_class(5.0)],
+    "function that calls itself": [that_calls_itself(2.0), that_calls_itself(5.0)],
     "object": [Maker(2.0), Maker(5.0)],
     "class without source": [
         type("Made", (PreLN,), {"forward": lambda self, x: x + self.attn(self.attn_norm(x))}),
@@ -65,7 +83,7 @@ def test_numbers_in_the_maker_of_a_placement_are_code_too(pair):
     texts = []
     for maker in (*PAIRS[pair], PAIRS[pair][0]):
         texts.append(set())
-        code._add_code(maker, texts[-1])
+        code._add_code(maker, texts[-1], set())
     assert texts[0] == texts[2] != texts[1] and texts[1]
 
 
@@ -111,6 +129,18 @@ def test_a_new_placement_changes_no_code_and_a_line_that_all_share_does(monkeypa
     assert {before[placement] != after[placement] for placement in BLOCKS} == {shared}
 
 
+def test_what_is_edited_later_is_not_what_this_process_runs(monkeypatch):
+    """And a comment is no code."""
+    lines, model = linecache.getlines(norms.__file__), GPT(ModelConfig(**TOY))
+    for more, same in ((["# a word\n"], True), (["EPS = 3\n"], False)):
+        code._tree.cache_clear()
+        before = code_of(model)
+        monkeypatch.setitem(linecache.cache, norms.__file__, (1, None, [*lines, *more], norms.__file__))
+        assert code_of(model) == before
+        code._tree.cache_clear()
+        assert (code_of(model) == before) == same
+
+
 class Thing:
     """Its text has its address, which is another in each process."""
 
@@ -121,7 +151,7 @@ def test_an_address_is_no_code():
         names = {"__name__": "made"}
         exec("def make(thing): return lambda config, layer: [(lambda x: x + 1)(thing) for _ in config]", names)
         texts.append([Thing(), names, set()])
-        code._add_code(names["make"](texts[-1][0]), texts[-1][-1])
+        code._add_code(names["make"](texts[-1][0]), texts[-1][-1], set())
     assert texts[0][-1] == texts[1][-1] and len(texts[0][-1]) >= 2
 
 

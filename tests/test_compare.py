@@ -30,6 +30,7 @@ FLAGS = [*as_flags(RUN), "--jobs", 1]
 
 
 SHALLOW = FLAGS[2:]  # without --n-layers, beside which there is no --depths
+RAMP = [*as_flags({name: value for name, value in RUN.items() if name != "warmup_steps"}), "--jobs", 1]
 
 
 def compared(*words) -> str:
@@ -136,7 +137,7 @@ def test_a_folder_in_which_a_run_is_just_beginning_is_a_comparisons(copied, bega
     """As another process sees it, which comes a little later."""
     shutil.rmtree("c")
     Path("c", "pre-7").mkdir(parents=True)
-    Path("c", "pre-7", ".lock").touch()
+    Path("c", ".pre-7.lock").touch()
     assert copied(capsys, "pre", "--seeds", 1)[0] == 0 and began == [("pre-7", None)]
 
 
@@ -150,8 +151,6 @@ def test_more_entries_and_seeds_are_added(copied, began, capsys):
 
 
 def test_a_default_that_is_typed_is_the_same(copied, began, capsys):
-    old = {name: value for name, value in outcomes()["pre-7"].items() if name != "eval_tokens"}  # a new setting
-    Path("c", "pre-7", "outcome.json").write_text(json.dumps(old), encoding="utf-8")
     typed = ["--lr", 0.012, "--min-lr", 0, "--micro-batch-size", 4, "--save-every", 3, "--grad-clip", 1]
     assert copied(capsys, "pre", "--seeds", 2, *typed)[0] == 0 and began == []
 
@@ -174,7 +173,7 @@ def test_each_comparison_has_a_folder_by_default(copied, began, finished, capsys
     assert began == [("pre-7", None), ("pre-7", None), ("pre-8", None), ("post-7", None)]
 
 
-@pytest.mark.parametrize("flags, value", [(["--steps", 7], "(6, not 7, in"), (["--data", "else.txt"], "else.txt,")])
+@pytest.mark.parametrize("flags, value", [(["--steps", 7], "(6, not 7, in"), (["--data", "else.txt"], "corpus")])
 def test_other_settings_are_refused(copied, capsys, flags, value):
     before = outcomes()
     Path("else.txt").write_text("else " * 500, encoding="utf-8")
@@ -200,6 +199,7 @@ def test_overwrite_deletes_the_runs_and_nothing_else(copied, began, capsys):
     Path("c", "mine.json").touch()
     Path("c", "pre-7", "mine.txt").touch()
     shutil.copytree("c/pre-7", "elsewhere")
+    shutil.copytree("c/pre-7", "c/alone")  # a run of the user's, as train.py makes them
     if os.name != "nt":
         shutil.rmtree("c/post-8")
         os.symlink("../elsewhere", "c/post-8")
@@ -207,7 +207,7 @@ def test_overwrite_deletes_the_runs_and_nothing_else(copied, began, capsys):
     Path("c", "pre-7", "mine.txt").unlink()
     assert copied(capsys, "pre", "--seeds", 1, "--overwrite")[0] == 0
     assert began == 2 * [("pre-7", None)] and not Path("c", "post-7").exists()
-    assert Path("c", "mine.json").exists() and Path("elsewhere", "last").exists()
+    assert Path("c", "mine.json").exists() and all(Path(run, "last").exists() for run in ("elsewhere", "c/alone"))
 
 
 def test_a_run_whose_folder_was_deleted_is_done_again(copied, began, capsys):
@@ -279,13 +279,14 @@ def test_each_entry_trains_at_its_best_rate_at_each_depth(here, capsys, quick):
 
 
 def test_a_ramp_rises_to_its_top_and_tells_where_it_left(here, capsys, quick):
-    flags = [*FLAGS, "--steps", 120, "--eval-every", 120, "--log-every", 60]
+    flags = [*RAMP, "--steps", 120, "--eval-every", 120, "--log-every", 60]
     words = ["pre", "none:lr=1000", "--seeds", 1, "--max-rate", 5, "--data", "text.txt", *flags, "--out", "c"]
     status, out, _ = call(compare, *words, capsys=capsys)
     runs = outcomes()
     assert status == 0 and sorted(runs) == ["none-lr=1000-ramp-7", "pre-ramp-7"]
     assert runs["pre-ramp-7"]["lr"] == pytest.approx(5 * 0.012) and runs["pre-ramp-7"]["warmup_steps"] == 120
-    assert runs["none-lr=1000-ramp-7"]["largest_rate"] < 5000 and "largest rate" in out
+    rows = {row["run"]: row for row in json.loads(Path("c", "results.json").read_text(encoding="utf-8"))}
+    assert rows["none-lr=1000-ramp-7"]["largest_rate"] < 5000 and "largest rate" in out
     assert Path("c", "ramps.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -356,7 +357,7 @@ def test_a_bug_in_a_placement_keeps_its_traceback(copied, began, capsys, monkeyp
     monkeypatch.setitem(BLOCKS, "broken", Broken)
     monkeypatch.setattr(Broken, "error", error)
     monkeypatch.setattr(Broken, "late", late)
-    text = outcomes()["pre-7"]["data"]
+    text = read_json(Path("c", "pre-7", "config.json"))["data"]
     words = ["pre", "broken", "--data", text, *FLAGS, "--seeds", 1, "--out", "new"]
     with pytest.raises(type(error)) as raised:
         script.main([*map(str, words if script is compare else ["broken", *as_flags(TOY)])])
@@ -391,8 +392,9 @@ def test_a_bug_that_a_resumed_run_meets_keeps_its_traceback(copied, began, capsy
 BAD = [
     (["prre"], "(prre)", "pre or peri"),
     (["pre", "post", "pre"], "(pre)", "once"),
-    (["pre", "pre:norm_layer=layernorm"], "(pre, pre:norm_layer=layernorm)", "once"),
-    (["pre", "pre:lr=0.01", "pre:lr=0.010"], "(pre:lr=0.01, pre:lr=0.010)", "once"),
+    (["pre", "pre:norm_layer=layernorm"], "(pre, pre:norm_layer=layernorm)", "Leave one out"),
+    (["pre", "pre:lr=0.01", "pre:lr=0.010"], "(pre:lr=0.01, pre:lr=0.010)", "Leave one out"),
+    (["names.toml"], "(a/b, a:b)", "otherwise"),
     (["lr=0.1"], "(lr=0.1)", "pre:lr=0.1"),
     (["pre,lr=0.1"], "(lr=0.1)", "pre:lr=0.1"),
     (["pre:lr"], "(pre:lr)", "SETTING=VALUE"),
@@ -416,6 +418,10 @@ BAD = [
     (["pre", "--rates", "nan"], "(nan)", "--rates"),
     (["pre", "--rates", "0.1", "--max-rate"], "0.1)", "one of the two"),
     (["pre", "--rates", "0.1", "--lr", "0.1"], "0.1)", "one of the two"),
+    (["pre:lr=0.3", "--rates", "0.1"], "0.3)", "one of the two"),
+    (["pre", "--max-rate"], "(--warmup-steps 2)", "one of the two"),
+    (["pre", "--overwrite"], "(none)", "--out"),
+    (["pre:device=cpu"], "cpu)", "flag"),
     (["pre", "--max-rate", "0"], "(0)", "--max-rate"),
     (["pre", "--jobs", "0"], "(0)", "--jobs"),
     (["text.toml"], "text.toml", ".toml"),
@@ -452,6 +458,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, words, value
     (here / "done" / "results.json").write_text('{"format": 1, "settings": {}, "runs": {}}', encoding="utf-8")
     Path("table.toml").write_text("[entries.mine]\nrate = 1\n", encoding="utf-8")
     Path("entries.toml").write_text('entries = "pre"\n', encoding="utf-8")
+    Path("names.toml").write_text('[entries."a/b"]\nlr = 0.1\n[entries."a:b"]\nlr = 0.2\n', encoding="utf-8")
     Path("flag.toml").write_text("rates = 0.1\n", encoding="utf-8")
     before = sorted(here.rglob("*"))
     entries = list(itertools.takewhile(lambda word: not word.startswith("-"), words))

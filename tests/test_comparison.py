@@ -356,7 +356,7 @@ def test_the_results_begin_with_how_the_runs_were_made(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_draw", lambda *arguments: None)
     rows = [row("a", 99, 1.0, part="rate"), *(row("a", seed, 1.0 + seed, n_heads=2) for seed in (1, 2, 3))]
     rows.append(row("b", 1, 1.0, optimizer="adamw", code="abcdefghij"))
-    results.write_results(tmp_path, rows, ["a", "b"], [4], [1, 2, 3], "byte", "300 steps on x_y", latex=True)
+    results.write_results(tmp_path, rows, "byte", 3.0, "300 steps on x_y", latex=True)
     text, tex = ((tmp_path / name).read_text(encoding="utf-8") for name in ("results.md", "results.tex"))
     opening = about(rows, "300 steps on x_y")
     assert text.startswith(f"{opening}\n\n| 4 blocks") and len(opening.splitlines()) == 2

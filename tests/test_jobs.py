@@ -13,6 +13,7 @@ from toys import ROOT, TOY_RUN, as_flags, call
 
 import compare
 from gpt.config import Mistake
+from gpt.files import read_lines
 from gpt.training import jobs
 
 RUN = TOY_RUN | {"steps": 24, "eval_every": 24, "save_every": 2, "keep": 1, "seed": 7, "dropout": 0.1}
@@ -58,7 +59,8 @@ def processes_in(folder: Path) -> list[int]:
 def test_the_processes_of_jobs_end_with_the_one_that_started_them(here, signum):
     """However it ends; and with the same results."""
     (here / "work").mkdir()
-    flags = [*FLAGS, "--data", str(here / "text.txt"), "--eval-every", "4", "--steps", "100000" if signum else "4"]
+    steps = "100000" if signum else "4"
+    flags = [*FLAGS, "--data", str(here / "text.txt"), "--eval-every", steps, "--save-every", steps, "--steps", steps]
     command = [sys.executable, str(ROOT / "compare.py"), "pre", "post", *flags, "--jobs", "3", "--out", "c"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=here / "work", **pipes)
@@ -75,18 +77,32 @@ def test_the_processes_of_jobs_end_with_the_one_that_started_them(here, signum):
     assert processes_in(here / "work") == []
     if signum is None:
         assert len(outcomes(here / "work" / "c")) == 8
+    if signum == signal.SIGTERM:  # each has saved the step that it was in
+        for run in (here / "work" / "c").glob("*/last"):
+            assert int(run.read_text("utf-8")) == read_lines(run.with_name("steps.jsonl"))[-1]["step"], run
 
 
 def test_jobs_keep_the_cores_busy_and_no_more(monkeypatch):
     monkeypatch.setattr(jobs, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    threads = []
+    threads = [8]
     monkeypatch.setattr("torch.set_num_threads", threads.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads[-1])
     assert jobs.share(None, 99, "cpu") == (8, 1) and jobs.share(None, 2, "cpu") == (2, 4)
-    assert jobs.share(3, 99, "cpu") == (3, 2) and threads == [1, 4, 2]
+    assert jobs.share(3, 99, "cpu") == (3, 2) and jobs.share(9, 2, "cpu") == (2, 4)
     assert jobs.share(None, 99, "mps")[0] == jobs.share(None, 99, "cuda:1")[0] == jobs.share(None, 0, "cpu")[0] == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
-    monkeypatch.setattr("torch.get_num_threads", lambda: 4)  # as torch reads it
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # which torch reads
     assert jobs.share(None, 99, "cpu") == (2, 4)
+    monkeypatch.setattr(jobs, "cores", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert jobs.share(None, 99, "cpu") == (jobs.MOST, 64 // jobs.MOST)
     with pytest.raises(Mistake):
         jobs.share(0, 1, "cpu")
+
+
+def test_each_process_has_a_gpu_of_those_that_are_visible(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert [jobs.gpu(number) for number in (1, 2, 3)] == ["5", "2", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [jobs.gpu(number) for number in (1, 2, 3)] == ["1", "0", "1"]

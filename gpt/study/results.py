@@ -5,21 +5,26 @@ import json
 from pathlib import Path
 
 from gpt.files import courtesy, read_lines, write
-from gpt.study import comparison, formats, tables
+from gpt.study import comparison, formats, stability, tables
 from gpt.study.legend import about, legend
 
 Rows = list[dict]
 
 
 def write_results(
-    folder: Path, rows: Rows, entries: list[str], depths: list, seeds: list[int], unit: str, title: str, latex: bool
+    folder: Path, rows: Rows, unit: str, level: float, title: str, latex: bool
 ) -> tuple[list[list[list[str]]], list[str]]:
     """Write results.json and results.csv, a row for each run; results.md, how the runs were made, the tables and their
     legend; on request results.tex with the same; and the pictures. Returns the tables as cells, and the names of the
     files.
 
-    A row has the outcome.json of a run, in a folder of its name, and "parameters" and "in_norms", their numbers.
+    A row has the outcome.json of a run, in a folder of its name, and "parameters" and "in_norms", their numbers; the
+    order of entries and depths is that of the rows. Above the loss `level` a model knows little more than how often
+    each token comes.
     """
+    rows = [row | _measured(folder / row["run"], row, level) for row in rows]
+    entries, depths = ([*dict.fromkeys(row[name] for row in rows)] for name in ("entry", "depth"))
+    seeds = sorted({row["seed"] for row in rows if row["part"] != "rate"})
     summary = comparison.summarize(rows, entries, depths, seeds)
     if rows[0]["part"] == "ramp":
         cells = [tables.ramps_table(summary)]
@@ -41,6 +46,23 @@ def write_results(
     return cells, [*texts, *pictures]
 
 
+def _measured(run: Path, row: dict, level: float) -> dict:
+    """What the losses and gradient norms of all steps of a run tell."""
+    lines = read_lines(run / "steps.jsonl")
+    measured: dict = stability.stability(lines) | {"largest_rate": None}
+    if row["part"] == "ramp":
+        rates, losses = _ramp(row, lines)
+        diverged = row["diverged"] is not None
+        measured["largest_rate"] = stability.largest_rate(losses, rates, level, diverged=diverged)
+        measured["stuck"] = stability.learned_nothing(losses, level)
+    return measured
+
+
+def _ramp(row: dict, lines: Rows) -> tuple[list[float], list[float | None]]:
+    """The rates of a run whose rate rises linearly, and its losses, by step."""
+    return [row["lr"] * line["step"] / row["warmup_steps"] for line in lines], [line["loss"] for line in lines]
+
+
 def _draw(folder: Path, rows: Rows, summary: list[dict], depths: list, unit: str, title: str, names: list[str]):
     """Draw the pictures of a comparison, and add their names to `names`."""
     from gpt.study import plots
@@ -58,10 +80,9 @@ def _draw(folder: Path, rows: Rows, summary: list[dict], depths: list, unit: str
     if rows[0]["part"] == "ramp":
         ramps: dict[str, dict] = {text: {} for text in loss.values()}
         for (depth, entry), (row, *_) in groups.items():
-            losses = [line["loss"] for line in read_lines(folder / row["run"] / "steps.jsonl")]
-            rates = [row["lr"] * step / row["warmup_steps"] for step in range(1, len(losses) + 1)]
             name = f"{entry} (learned nothing)" if row["stuck"] else entry
-            ramps[loss[depth]][name] = rates, losses, row["largest_rate"]
+            lines = read_lines(folder / row["run"] / "steps.jsonl")
+            ramps[loss[depth]][name] = *_ramp(row, lines), row["largest_rate"]
         return draw(plots.ramps, ramps, "the rate rises, one seed", "ramps.png")
     # Of an entry, the runs that ended, or all if none did.
     shown = {key: [row for row in group if row["diverged"] is None] or group for key, group in groups.items()}

@@ -4,44 +4,60 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib
 import inspect
 import re
-import sys
+
+MODEL = ("layers", "norms", "loss", "tokenizer")
+TRAINING = ("corpus", "data", "device", "optim", "report", "settings", "trainer")
+FILES = [*(f"gpt.{name}" for name in MODEL), *(f"gpt.training.{name}" for name in TRAINING)]
 
 
 def code_of(model, *functions) -> str:
     """A checksum of what decides a run: these functions; what BLOCKS has for the placement; the classes of the model's
     modules; what all these name at the top of their own files, so that another placement may be added beside them; and
-    the files that all runs use. Other files are not seen."""
-    from gpt import BLOCKS, layers, loss, norms, tokenizer
-    from gpt.training import corpus, data, optim, settings, trainer
+    the files that all runs use. Other files are not seen, nor comments. A file is read once in a process, at the first
+    call: what is edited later is not what this process runs."""
+    from gpt import BLOCKS
 
     texts: set[str] = set()
+    seen: set[int] = set()
     for each in (BLOCKS[model.config.norm], *functions, *{*map(type, model.modules())}):
-        _add_code(each, texts)
-    files = (layers, norms, loss, tokenizer, corpus, data, optim, settings, trainer)
-    sources = "\n".join([*sorted(texts), *map(inspect.getsource, files)])
-    return hashlib.sha256(sources.encode("utf-8")).hexdigest()
+        _add_code(each, texts, seen)
+    sources = [*sorted(texts), *(ast.unparse(_tree(name)) for name in FILES)]
+    return hashlib.sha256("\n".join(sources).encode("utf-8")).hexdigest()
 
 
-def _add_code(value, texts: set[str]):
+def _add_code(value, texts: set[str], seen: set[int]):
     """Add to `texts` what a value is made of: its source if it has one, and the values in it."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inside: list = []
     if isinstance(value, functools.partial):
         inside = [value.func, *value.args, *value.keywords, *value.keywords.values()]
     elif inspect.isclass(value):
-        inside = []
         for each in value.__mro__:
             _add_source(each, [each, *vars(each).values()], texts)
+            inside += [content for function in vars(each).values() for content in _enclosed(function)]
     elif inspect.isfunction(value):
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = _enclosed(value)
         _add_source(value, [value], texts)
     elif hasattr(value, "__dict__") and callable(value):
         inside = [type(value), *vars(value), *vars(value).values()]
     else:
-        inside = []
         texts.add(_stable(repr(value)))
     for each in inside:
-        _add_code(each, texts)
+        _add_code(each, texts, seen)
+
+
+def _enclosed(function) -> list:
+    """The values of a function's surroundings that it uses."""
+    contents = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is still empty
+            contents.append(cell.cell_contents)
+    return contents
 
 
 def _add_source(each, functions: list, texts: set[str]):
@@ -50,8 +66,8 @@ def _add_source(each, functions: list, texts: set[str]):
     if each.__module__.partition(".")[0] in ("torch", "builtins"):
         return
     statements: dict[str, ast.stmt] = {}
-    with contextlib.suppress(OSError, TypeError, KeyError):
-        statements = _statements(inspect.getsource(sys.modules[each.__module__]))
+    with contextlib.suppress(OSError, TypeError, ImportError, ValueError):
+        statements = _statements(each.__module__)
     names = [each.__qualname__.partition(".")[0]]
     if names[0] not in statements:
         codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
@@ -71,10 +87,15 @@ def _stable(text: str) -> str:
 
 
 @functools.cache
-def _statements(source: str) -> dict[str, ast.stmt]:
+def _tree(module: str) -> ast.Module:
+    """The file of an imported module, parsed."""
+    return ast.parse(inspect.getsource(importlib.import_module(module)))
+
+
+def _statements(module: str) -> dict[str, ast.stmt]:
     """The classes, functions and values at the top of a file by name, but for BLOCKS, which names all placements."""
     statements = {}
-    for node in ast.parse(source).body:
+    for node in _tree(module).body:
         for target in node.targets if isinstance(node, ast.Assign) else [node]:
             statements[getattr(target, "name", getattr(target, "id", ""))] = node
     statements.pop("BLOCKS", None)

@@ -114,7 +114,7 @@ def joined(world: World, device: str):
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"  # Windows has no NCCL
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1" and world.local_size > 1:  # torchrun's value, not the user's
-        torch.set_num_threads(max(1, _cores() // world.local_size))
+        torch.set_num_threads(max(1, cores() // world.local_size))
     try:
         # Python's handler would wait until the processes have met.
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -137,7 +137,8 @@ def joined(world: World, device: str):
             dist.destroy_process_group()
 
 
-def _cores() -> int:
+def cores() -> int:
+    """The processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

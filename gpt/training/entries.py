@@ -10,8 +10,19 @@ from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_t
 
 # What all entries share: with others the losses could not be subtracted, or the seeds not be paired. A run's seed and
 # its init are the comparison's.
-SHARED = ("data", "tokenizer", "val_fraction", "context_length", "eval_tokens", "eval_every", "seed", "init", "shard")
-FLAGS = {"seeds", "depths", "rates", "max_rate", "jobs", "out", "overwrite", "latex"}  # that are no settings
+SHARED = (
+    "data",
+    "device",
+    "tokenizer",
+    "val_fraction",
+    "context_length",
+    "eval_tokens",
+    "eval_every",
+    "seed",
+    "init",
+    "shard",
+)
+FLAGS = ("seeds", "depths", "rates", "max_rate", "jobs", "out", "overwrite", "latex")  # that are no settings
 EQUAL = ("steps", "batch_size")  # an entry may have them if all entries have the same
 
 
@@ -32,7 +43,7 @@ def read_entries(words: list[str]) -> tuple[dict[str, dict], dict]:
         if name in entries:
             raise Mistake(f"an entry is named twice ({name}). Name each once.")
         entries[name] = settings
-    for name in common.keys() & FLAGS:
+    for name in common.keys() & {*FLAGS}:
         raise Mistake(f"that is a flag and no setting ({name} in {files[0]}). Give --{name.replace('_', '-')}.")
     return entries, common
 
@@ -74,19 +85,23 @@ def _add(settings: dict, text: str, entry: str):
 
 
 def make_entries(
-    entries: Mapping[str, dict], common: dict, depths: list[int]
+    entries: Mapping[str, dict], common: dict, depths: list[int], elsewhere: dict[str, str]
 ) -> dict[str, dict[int | None, TrainConfig]]:
     """{name: {depth: configuration}} for entries' own settings by name, over the settings that are `common`; without
-    `depths`, {name: {None: configuration}}. Raises Mistake for settings that would make the losses incomparable."""
+    `depths`, {name: {None: configuration}}. Raises Mistake for settings that would make the losses incomparable, and
+    for those that the flags `elsewhere`, by setting, give."""
     made: dict[str, dict[int | None, TrainConfig]] = {}
     for name, own in entries.items():
         if not isinstance(own, dict):
             raise Mistake(f"an entry is a table ({name} = {own!r}). Write [entries.{name}] and its settings below.")
         for setting in own:
             lookup(SETTINGS, setting, "setting")
-            if setting in SHARED or (setting == "n_layers" and depths):
-                remedy = "Give it by --depths alone." if setting == "n_layers" else "Give it for all, as a flag."
-                raise Mistake(f"{setting} is the same for all entries ({name}: {own[setting]}). {remedy}")
+            if setting in elsewhere:
+                raise Mistake(
+                    f"{elsewhere[setting]} gives {setting} ({name}: {own[setting]}). Leave one of the two out."
+                )
+            if setting in SHARED:
+                raise Mistake(f"{setting} is the same for all entries ({name}: {own[setting]}). Give it as a flag.")
         try:
             config = configure(common | own)
             made[name] = {depth: configure({"n_layers": depth}, config) for depth in depths} or {None: config}
@@ -105,10 +120,11 @@ def _check(entries: dict[str, dict[int | None, TrainConfig]]):
             mine, other = getattr(config, setting), getattr(first, setting)
             if mine != other:
                 raise Mistake(f"entries differ in {setting} ({first_name} {other}, {name} {mine}). Give all the same.")
-        for key in (("settings", *resolved(config).values()), ("folder", folder_name(name).lower())):
-            if key in seen:
-                raise Mistake(f"two entries are the same ({seen[key]}, {name}). Name each once.")
-            seen[key] = name
+        folder = folder_name(name).lower()
+        for key, words in ((resolved(config).values(), "two entries are the same"), (folder, "two names are alike")):
+            if tuple(key) in seen:
+                raise Mistake(f"{words} ({seen[tuple(key)]}, {name}). Leave one out, or name it otherwise.")
+            seen[tuple(key)] = name
 
 
 def resolved(config: TrainConfig) -> dict:

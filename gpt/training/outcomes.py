@@ -11,8 +11,8 @@ from gpt.config import Mistake
 from gpt.files import Held, held, read_json, write
 from gpt.training.entries import folder_name, resolved
 from gpt.training.plan import Plan, Run
-from gpt.training.run import checkpoints, delete_run, is_run
-from gpt.training.settings import SETTINGS, configure
+from gpt.training.run import checkpoints, delete_run
+from gpt.training.settings import TrainConfig
 
 NUMBER, WHOLE, NONE = (int, float), (int,), (type(None),)
 # What an outcome has beside the run's settings; None for a loss that a diverged run does not have.
@@ -28,27 +28,27 @@ TYPES = {
     "best_step": WHOLE + NONE,
     "diverged": WHOLE + NONE,
     "stuck": (bool,),
-    "loss_spikes": WHOLE,
-    "grad_norm_spikes": WHOLE,
-    "unrecovered": WHOLE,
-    "largest_rate": NUMBER + NONE,
     "tokens_per_s": WHOLE + NONE,
 }
+
+
+class Other(Mistake):
+    """A folder is not this comparison's, or has a run that was made otherwise."""
 
 
 class Folder:
     """The runs of a comparison in the folder `path`. `code` has the checksum of the code that decides the runs of an
     entry at a depth, `corpus` is that of the corpus. A run that other code, settings or another corpus made is refused,
-    so that a table mixes none of them in silence: every method that reads one raises Mistake for it."""
+    so that a table mixes none of them in silence: every method that reads one raises Other for it, and Mistake for a
+    damaged one."""
 
     def __init__(self, path: Path, code: dict[tuple[str, int | None], str], corpus: str):
         self.path, self.code, self.corpus = path, code, corpus
         self._outcomes: dict[str, dict] = {}
 
     def made_by(self, run: Run) -> dict:
-        """What decides a run: its settings, the code and the corpus."""
-        code = self.code[run.entry, run.depth]
-        return resolved(run.config) | {"code": code, "corpus": self.corpus}
+        """What decides a run: its settings, the code and the corpus, wherever that lies."""
+        return self._decides(run.config, self.code[run.entry, run.depth], self.corpus)
 
     def outcome(self, run: Run) -> dict | None:
         """A run's settings and results, as in outcome.json; None before its end."""
@@ -82,13 +82,17 @@ class Folder:
         from gpt.training.checkpoint import find, read_state
 
         folder = self.path / run.name
-        if not checkpoints(folder):
-            return False
-        try:
-            state, config = read_state(find(folder, "last"))
-        except Mistake as error:
-            raise Mistake(f"{error} Or delete {folder}, and it is done again.") from None
-        self._require_same(run, resolved(config) | {name: state.get(name) for name in ("code", "corpus")})
+        for last in (False, False, True):  # a process that does the run may delete the checkpoint meanwhile
+            if not checkpoints(folder):
+                return False
+            try:
+                state, config = read_state(find(folder, "last"))
+                break
+            except Mistake as error:
+                if last:
+                    raise Mistake(f"{error} Or delete {folder}, and it is done again.") from None
+                time.sleep(0.1)
+        self._require_same(run, self._decides(config, state.get("code"), state.get("corpus")))
         return True
 
     def steps_done(self, run: Run) -> int:
@@ -96,36 +100,40 @@ class Folder:
         if run.name in self._outcomes:
             return run.config.steps
         step = 0
-        with contextlib.suppress(OSError, ValueError, TypeError):  # it is just beginning
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # it is just beginning
             with open(self.path / run.name / "metrics.jsonl", "rb") as file:
                 file.seek(max(0, file.seek(0, 2) - 2000))
                 step = json.loads(file.read().splitlines()[-1])["step"]
         return step
 
-    def claim(self, run: Run):
-        """A context in which no other process does this run. Raises gpt.files.Held if one does."""
-        return held(self.path, f".{run.name}.lock")
+    def claim(self, run: str):
+        """A context in which no other process does the run of this name. Raises gpt.files.Held if one does."""
+        return held(self.path, f".{run}.lock")
+
+    def claimed(self) -> list[Path]:
+        """The folders of the comparison's runs: each has a file for `claim` beside it."""
+        return [path for path in _shown(self.path) if path.with_name(f".{path.name}.lock").exists()]
 
     def require_ours(self):
-        """Raise Mistake if the folder has files, but no run, nor a folder in which one is just beginning."""
-        shown = [self.path] if self.path.is_file() else _shown(self.path)
-        if shown and not any(is_run(path) or (path.is_dir() and not _shown(path)) for path in shown):
+        """Raise Other if the folder has something in it, but no run of a comparison."""
+        if self.path.is_file() or (_shown(self.path) and not self.claimed()):
             place = self.path.absolute()
-            raise Mistake(f"the output folder is not a comparison ({place}). Name another with --out.")
+            raise Other(f"the output folder is not a comparison ({place}). Name another with --out.")
 
     @contextlib.contextmanager
     def turn(self):
-        """A context in which no other process writes the comparison's own files; it waits until none does."""
+        """A context in which no other process writes the comparison's own files; it waits until none does. Its value
+        is whether the file system has locks."""
         with contextlib.ExitStack() as stack:
             while True:
                 with contextlib.suppress(Held):
-                    stack.enter_context(held(self.path))
+                    locked = stack.enter_context(held(self.path))
                     break
                 time.sleep(0.1)
-            yield
+            yield locked
 
     def check(self, plan: Plan):
-        """Raise Mistake if the folder is no comparison's, or has one of these runs and it was made otherwise."""
+        """Raise Other if the folder is no comparison's, or has one of these runs and it was made otherwise."""
         self.require_ours()
         for run in plan.runs(self.loss_of):
             if self.outcome(run) is None:
@@ -140,28 +148,34 @@ class Folder:
             raise Mistake(f"cannot make the folder ({reason}). Name another.") from None
 
     def clear(self):
-        """Delete the outcomes and runs of the folder, but no other file. Raises Mistake if a process works on one."""
-        runs = [path for path in self.path.iterdir() if (path / "outcome.json").exists() or is_run(path)]
-        for run in [path for path in runs if not path.is_symlink()]:
-            with held(self.path, f".{run.name}.lock"), held(run):
-                # First, so that a kill leaves no outcome without its run.
-                (run / "outcome.json").unlink(missing_ok=True)
-                delete_run(run)
-                (run / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the user has put something there
-                run.rmdir()
+        """Delete the outcomes and runs of the folder, but no other file. Raises Held if a process works on one."""
+        self.require_ours()
+        runs = [path for path in self.claimed() if path.is_dir() and not path.is_symlink()]
+        with contextlib.ExitStack() as stack:
+            for run in runs:
+                stack.enter_context(self.claim(run.name))
+            for run in runs:
+                with held(run):
+                    # First, so that a kill leaves no outcome without its run.
+                    (run / "outcome.json").unlink(missing_ok=True)
+                    delete_run(run)
+                with contextlib.suppress(OSError):  # the user has put something there
+                    (run / ".lock").unlink(missing_ok=True)
+                    run.rmdir()
+
+    @staticmethod
+    def _decides(config: TrainConfig, code: str | None, corpus: str | None) -> dict:
+        settings = {name: value for name, value in resolved(config).items() if name != "data"}
+        return settings | {"code": code, "corpus": corpus}
 
     def _require_same(self, run: Run, stored: dict):
-        wanted = self.made_by(run)
-        settings = configure({name: stored[name] for name in SETTINGS if name in stored})
-        stored = resolved(settings) | {name: stored.get(name) for name in ("code", "corpus")}
-        for name in (name for name in wanted if stored[name] != wanted[name]):
-            place = self.path / run.name
-            if name == "code":
-                reason = f"the code has changed since a run began ({place})"
-            else:
-                reason = f"a run has another {name} ({stored[name]}, not {wanted[name]}, in {place})"
-            raise Mistake(f"{reason}. Name another --out, or do all again by --overwrite.")
+        for name, wanted in self.made_by(run).items():
+            if stored.get(name) != wanted:
+                place = self.path / run.name
+                reason = f"a run has another {name} ({stored.get(name)}, not {wanted}, in {place})"
+                if name == "code":
+                    reason = f"the code has changed since a run began ({place})"
+                raise Other(f"{reason}. Name another --out, or do all again by --overwrite.")
 
 
 def _shown(folder: Path) -> list[Path]:
@@ -171,10 +185,12 @@ def _shown(folder: Path) -> list[Path]:
 
 def default_folder(plan: Plan, code: dict[tuple[str, int | None], str], corpus: str) -> Folder:
     """runs/compare-ENTRIES, with a number: the first that is free or has this very comparison."""
-    name = folder_name("-".join(["max-rate" if plan.ramp else "compare", *plan.entries]))
+    words = ["max-rate" if plan.ramp else "compare", *plan.entries]
+    words += ["rates"] * (plan.rates is not None) + ["depths"] * (plan.depths != [None])
     for number in itertools.count(1):
-        folder = Folder(Path("runs", name if number == 1 else f"{name}-{number}"), code, corpus)
-        with contextlib.suppress(Mistake):
+        name = "-".join([folder_name("-".join(words)), *([str(number)] if number > 1 else [])])
+        folder = Folder(Path("runs", name), code, corpus)
+        with contextlib.suppress(Other):
             folder.check(plan)
             break
     return folder

@@ -139,12 +139,14 @@ def read_plan(
         raise Mistake(f"--max-rate is a factor above 0 ({ramp:g}). Give one, as --max-rate 16.")
     if ramp is not None and rates:
         raise Mistake(f"--max-rate chooses no rate (--rates {' '.join(rates)}). Leave one of the two out.")
-    if depths and "n_layers" in flags:
-        raise Mistake(f"--depths gives the blocks (--n-layers {flags['n_layers']}). Leave one of the two out.")
     tried = _read_rates(rates)
-    if isinstance(tried, tuple) and "lr" in flags:
-        raise Mistake(f"--rates gives the rates (--lr {flags['lr']}). Leave one of the two out.")
-    entries = make_entries(own, common, _once(depths or [], "--depths"))
+    elsewhere = {"n_layers": "--depths"} if depths else {}
+    elsewhere |= {"lr": "--rates"} if isinstance(tried, tuple) else {}
+    elsewhere |= {"warmup_steps": "--max-rate"} if ramp is not None else {}
+    for setting in flags.keys() & elsewhere.keys():
+        flag = f"--{setting.replace('_', '-')} {flags[setting]}"
+        raise Mistake(f"{elsewhere[setting]} gives {setting} ({flag}). Leave one of the two out.")
+    entries = make_entries(own, common, _once(depths or [], "--depths"), elsewhere)
     return Plan(entries, _seeds(config, seeds), tried, ramp)
 
 
