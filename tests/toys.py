@@ -29,7 +29,8 @@ import contextlib, gc, json, os, signal, sys, traceback
 import torch
 torch.set_num_threads(1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # imports the compiler
-import encodings.unicode_escape, encodings.utf_8_sig, gpt.generate, gpt.pretrained, gpt.study.plots, gpt.training.trainer, tqdm
+import encodings.unicode_escape, encodings.utf_8_sig
+import gpt.generate, gpt.pretrained, gpt.study.plots, gpt.training.trainer, tqdm
 import compare, prepare, sample, train
 gpt.tokenizer.GPT2BPE()  # imports what a user without rights may not read
 

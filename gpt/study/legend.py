@@ -43,7 +43,8 @@ def _of_losses(summary: list[dict]) -> list[tuple[bool, str]]:
         ),
         (
             _any(summary, "diverged"),
-            "Diverged: a loss, a gradient norm or a weight is no finite number. Where a run diverged, losses and differences are those of the seeds that ended. These may be the easier "
+            "Diverged: a loss, a gradient norm or a weight is no finite number. Where a run diverged, losses and "
+            "differences are those of the seeds that ended. These may be the easier "
             "ones, and nothing is tested. Two losses may then be over different seeds. Spikes and tokens/s include the "
             "diverged runs.",
         ),
@@ -108,7 +109,8 @@ def _of_rates(summary: list[dict]) -> list[tuple[bool, str]]:
             "Chosen rate: of the rates tried, the one with the lowest validation loss in one run, for each entry and "
             "depth, on a seed that is not counted. p compares the entries at these rates, not at their best: one run "
             "chose each, so equal placements may get unequal rates and be called different. More seeds make this "
-            "more frequent, since they show smaller differences. In parentheses: the rates around the chosen one, without a gap, whose loss was within "
+            "more frequent, since they show smaller differences. In parentheses: the rates around the chosen one, "
+            "without a gap, whose loss was within "
             f"{NEAR} nats of its loss.",
         ),
         (
