@@ -146,17 +146,19 @@ def report(rehearsed: Rehearsed, folder: Folder, title: str, latex: bool):
     names = {run.name for run in runs}
     others = [path.parent.name for path in sorted(folder.path.glob("*/outcome.json")) if path.parent.name not in names]
     if others:
-        tell(f"in the folder, and not in the tables: {', '.join(others)}")
+        names = f"{', '.join(others[:9])}{', ...' if len(others) > 9 else ''}"
+        tell(f"in the folder, and not in these tables: {names}. Name their entries and seeds too, to have all.")
 
 
 def opening(plan: Plan, folder: Folder, left: int, done: int, title: str) -> str:
     """What is about to happen, in three lines."""
     seeds = f"seeds {plan.seeds[0]} to {plan.seeds[-1]}" if len(plan.seeds) > 1 else f"seed {plan.seeds[0]}"
     choice = f"; rates are chosen on seed {plan.seeds[0] + MOST_SEEDS}" if plan.rates else ""
-    about = "about " if left and plan.rates == "auto" else ""
+    about = "about " if plan.rates == "auto" else ""
+    runs = f"{about}{left}, each {title}{f'; {done} more are done' if done else ''}"
     return (
         f"compare {', '.join(plan.entries)}; {seeds}{choice}\n"
-        f"runs    {about}{left}, each {title}{f'; {done} more are done' if done else ''}\n"
+        f"runs    {runs if left else f'all {done} are done, each {title}'}\n"
         f"folder  {folder.path}"
     )
 
@@ -206,7 +208,7 @@ def main(argv: list[str]):
     hints |= {"--config": "Name the file without a flag."}
     command = CommandLine(hints, prog="compare.py", usage=usage, description=__doc__)
     text = "settings from a file, and the entries; the first is what the others are compared to"
-    command.add_argument("entries", nargs="+", metavar="[CONFIG.toml] ENTRY", help=text)
+    command.add_argument("entries", nargs="*", metavar="[CONFIG.toml] ENTRY", help=text)
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="from --seed on (default: %(default)s)")
     text = "choose a rate for each entry: the best of these, or auto, from --lr on by factors of 2"
     command.add_argument("--rates", nargs="+", metavar="auto|RATE", help=text)

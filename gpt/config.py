@@ -54,6 +54,7 @@ def unknown(kind: str, name: str, known: Collection[str]) -> str:
     bare = {each.lstrip("-").replace("-", "_"): each for each in known}
     word = name.lower().lstrip("-").replace("-", "_")
     near = [ours for ours, names in SYNONYMS.items() if ours in bare and word in names.split()]
+    near = [f"{word}s"] if f"{word}s" in bare else near
     if not near and difflib.get_close_matches(word, bare, cutoff=0.7):
         near = difflib.get_close_matches(word, bare, n=2, cutoff=0.5)
     rest = "See --help." if kind == "flag" else f"Known: {', '.join(known)}."

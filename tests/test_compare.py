@@ -104,7 +104,7 @@ def test_the_table_and_the_pictures_are_of_the_runs(finished):
     runs, table = outcomes(finished / "c"), (finished / "c" / "results.md").read_text(encoding="utf-8")
     out = (finished / "out.txt").read_text(encoding="utf-8")
     assert table.split("\n\n")[1] in out and "\r" not in out
-    assert sum(line.startswith("post-8  4/4  step ") for line in out.splitlines()) == 6  # no bar without a terminal
+    assert sum(line.startswith("post-8  step ") for line in out.splitlines()) == 6  # no bar without a terminal
     lines = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
     cells = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
     losses = {name: [runs[f"{name}-{seed}"]["val_loss"] for seed in (7, 8)] for name in ("pre", "post")}
@@ -112,7 +112,10 @@ def test_the_table_and_the_pictures_are_of_the_runs(finished):
         text = f"{statistics.fmean([one, other]):.4f} ± {abs(one - other) / math.sqrt(2):.4f}"
         assert cells[name]["validation loss, nats per byte"] == text
         model = GPT(ModelConfig(**TOY, norm=name))
-        for column, count in (("parameters", model.count_parameters()), ("in norms", model.count_parameters("norm"))):
+        for column, count in (
+            ("parameters", model.count_parameters()),
+            ("of them in norms", model.count_parameters("norm")),
+        ):
             assert cells[name][column] == f"{count:,}"
     one, other = (post - pre for pre, post in zip(*losses.values()))
     assert cells["post"]["difference to pre"] == f"{(one + other) / 2:+.4f} ± {abs(one - other) / 2:.4f}"
@@ -286,7 +289,9 @@ def test_a_ramp_rises_to_its_top_and_tells_where_it_left(here, capsys, quick):
     assert status == 0 and sorted(runs) == ["none-lr=1000-ramp-7", "pre-ramp-7"]
     assert runs["pre-ramp-7"]["lr"] == pytest.approx(5 * 0.012) and runs["pre-ramp-7"]["warmup_steps"] == 120
     rows = {row["run"]: row for row in json.loads(Path("c", "results.json").read_text(encoding="utf-8"))}
-    assert rows["none-lr=1000-ramp-7"]["largest_rate"] < 5000 and "largest rate" in out
+    row = rows["none-lr=1000-ramp-7"]
+    assert row["stuck"] or row["largest_rate"] < 5000
+    assert "largest rate" in out
     assert Path("c", "ramps.png").read_bytes().startswith(b"\x89PNG")
 
 

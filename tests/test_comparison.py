@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_differences_of_all_depths_and_entries_are_corrected_together():
     (_, b, c), table = summary_of(*losses), summary_of(*losses, depths=(4, 8))
     p, other = b["difference"]["p"], c["difference"]["p"]
     cells = by_head(depth_table(summary_of(*losses), 4, "byte"))[1]
-    assert cells["p alone"] == f"{p:.4f}" and f"{2 * p:.4f}" in cells["result"]
+    assert cells["p, uncorrected"] == f"{p:.4f}" and f"{2 * p:.4f}" in cells["result"]
     assert p < 0.05 < other and b["difference"]["holm"] == pytest.approx(2 * p)
     assert [entry["difference"] and entry["difference"]["holm"] for entry in table] == [
         None,
@@ -173,7 +174,7 @@ def test_a_printed_p_is_on_the_side_of_its_verdict():
         summary = summary_of((1, 2, 3), (1.11, 2.1, 3.09))
         summary[1]["difference"] |= {"p": p, "holm": p}
         cells, joined = by_head(depth_table(summary, 4, "byte"))[1], by_head(joined_table(summary))[1]
-        text = cells["p alone"]
+        text = cells["p, uncorrected"]
         assert text == joined["p (Holm)"] and text in cells["result"]
         assert (float(text.strip("< ")) < CHANCE) == (p < CHANCE) == ("higher" in cells["result"])
         assert len(text) >= 5
@@ -324,7 +325,7 @@ def test_the_legend_says_what_applies_and_nothing_else():
         (summary_of((1.0,), (1.1,)), runs | one),
         (summary_of(*losses), plain),
         (summary_of((1, 2), (1.11, 2.1)), plain - {"With 3 seeds"} | {"With 2 seeds"}),
-        (summary_of(*losses, depths=(4, 8)), plain | {"Holm's", "p alone:"}),
+        (summary_of(*losses, depths=(4, 8)), plain | {"Holm's", "uncorrected:"}),
         (summary_of((1, 2, 3), (1.11, 2.1, None)), runs | {"Losses:", "Differences:", "Where a run diverged"}),
         (summary_of(*losses, warmup_steps=201), plain | {"Stuck:"}),
         (
@@ -359,10 +360,13 @@ def test_the_results_begin_with_how_the_runs_were_made(tmp_path, monkeypatch):
     results.write_results(tmp_path, rows, "byte", 3.0, "300 steps on x_y", latex=True)
     text, tex = ((tmp_path / name).read_text(encoding="utf-8") for name in ("results.md", "results.tex"))
     opening = about(rows, "300 steps on x_y")
-    assert text.startswith(f"{opening}\n\n| 4 blocks") and len(opening.splitlines()) == 2
-    for words in ("300 steps on x_y", "seeds 1 to 3", "seed 99", "muon, adamw", "12 x 64", "width 128"):
-        assert words in opening
-    assert "01234567, abcdefgh;" in opening and "98765432." in opening
+    assert text.startswith(f"{opening}\n\n| 4 blocks")
+    common, *entries = opening.splitlines()
+    for words in ("300 steps on x_y", "seeds 1 to 3", "seed 99", "batch_size 12", "d_model 128", "98765432."):
+        assert words in common and "optimizer" not in common
+    assert [("a", "muon", "01234567"), ("b", "adamw", "abcdefgh")] == [
+        tuple(re.fullmatch(r"- `(.)`: .*optimizer (\w+).*; code (\w+)\.", line).groups()) for line in entries
+    ]
     first, *_, last = tex.split("\n\n")
     assert {line[:2] for part in (first, last) for line in part.split("\n") if line} == {"% "}
     assert "".join(comment(opening).split()) == "".join(first.split()) and "Losses" in last

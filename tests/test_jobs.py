@@ -41,8 +41,8 @@ def test_four_processes_of_which_one_is_killed_and_one_is_late(alone, here, fork
     helpers = [*first[1:], forks.start(*command, cwd=here)]
     assert [helper.wait() for helper in helpers] == [0, 0, 0], [helper.err for helper in helpers]
     assert outcomes() == alone and len(alone) == 8
-    lines = [line for helper in helpers for line in helper.out.splitlines() if line.split()[2:3] == ["step"]]
-    steps = [(line.split()[0], line.split()[3]) for line in lines]
+    lines = [line.split() for helper in helpers for line in helper.out.splitlines()]
+    steps = [(line[0], line[2]) for line in lines if line[1:2] == ["step"]]
     assert len(steps) == len(set(steps))  # no step was done twice by those that lived
     assert all(not helper.err and "| `post`" in helper.out for helper in helpers)
     assert all(path.name.startswith(".") for path in Path("c").iterdir() if path.suffix == ".lock")

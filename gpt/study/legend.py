@@ -5,24 +5,30 @@ from collections.abc import Iterable
 from gpt.study.comparison import NEAR, limit_of_t
 from gpt.study.tables import CHANCE
 
+COMMON = ("optimizer", "batch_size", "context_length", "n_layers", "d_model", "n_heads", "warmup_steps")
+# What a row has beside its settings, and the settings that the tables show.
+SHOWN = "run entry depth part seed lr min_lr code corpus parameters in_norms tokens_per_s stuck diverged val_loss "
+SHOWN += "best_val_loss best_step loss_spikes grad_norm_spikes unrecovered largest_rate"
+
 
 def about(rows: list[dict], title: str) -> str:
-    """How the runs were made, from their rows, in two lines that begin with the `title`."""
+    """How the runs were made, from their rows, in a few lines that begin with the `title`: what all have in common, and
+    the settings in which entries differ."""
     seeds = sorted({row["seed"] for row in rows if row["part"] != "rate"})
     span = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
     choosing = {row["seed"] for row in rows if row["part"] == "rate"}
     choice = [f"rates chosen on seed {_values(choosing)}, which is not counted"] if choosing else []
-    setting = {
-        name: _values(row[name] for row in rows) for name in ("optimizer", "batch_size", "context_length", "d_model")
-    }
-    code, corpus = (_values(row[name][:8] for row in rows) for name in ("code", "corpus"))
-    shape = f"batches of {setting['batch_size']} x {setting['context_length']} tokens; width {setting['d_model']}"
-    return "\n".join(
-        [
-            f"{'; '.join([title, span, *choice])}.",
-            f"Optimizer {setting['optimizer']}; {shape}; code {code}; corpus {corpus}.",
-        ]
-    )
+    by_entry = {row["entry"]: row for row in reversed(rows)}
+    hidden = {*SHOWN.split(), *(["n_layers"] if rows[0]["depth"] else [])}
+    settings = [name for name in rows[0] if name not in hidden]
+    differ = [name for name in settings if len({row[name] for row in by_entry.values()}) > 1]
+    common = [f"{name} {rows[0][name]}" for name in COMMON if name in settings and name not in differ]
+    lines = [f"{'; '.join([title, span, *choice, *common])}; corpus {_values(row['corpus'][:8] for row in rows)}."]
+    for entry in dict.fromkeys(row["entry"] for row in rows):
+        own = ", ".join(f"{name} {by_entry[entry][name]}" for name in differ)
+        code = _values(row["code"][:8] for row in rows if row["entry"] == entry)
+        lines.append(f"- `{entry}`: {own}{'; ' if own else ''}code {code}.")
+    return "\n".join(lines)
 
 
 def legend(summary: list[dict]) -> str:
@@ -57,9 +63,10 @@ def _of_losses(summary: list[dict]) -> list[tuple[bool, str]]:
         (runs > 0, "Seeds: the runs that ended without diverging, of all."),
         (
             runs > 0,
-            "Lowest on the way: the lowest validation loss of a run, at whatever step; mean over seeds. It is chosen "
-            "by looking, and so it is rather too low.",
+            "Lowest on the way: the lowest validation loss of a run, at whatever step; mean over seeds. The best of "
+            "several evaluations is too low. Do not compare entries by it.",
         ),
+        (bool(differences), f"Lower than {summary[0]['entry']}: in how many of the seeds."),
         (
             runs > 0,
             "Spike: from a step whose loss (or gradient norm) is not finite, or more than 6 standard deviations above "
@@ -69,9 +76,10 @@ def _of_losses(summary: list[dict]) -> list[tuple[bool, str]]:
         ),
         (
             _any(summary, "stuck") or not all(entry["judged_stuck"] for entry in summary),
-            "Stuck: the run ends with a validation loss not 0.1 nats below the entropy of single tokens of the "
-            "training text, and a training loss not 0.5 below. It has learned hardly anything from the tokens before. "
-            "Runs shorter than the warm-up and 100 steps are not judged. Stuck runs count in the means. Where some "
+            "Stuck: the run has learned hardly more than how often each token comes. The entropy of single tokens of "
+            "the training text is the loss of a model that knows just that. A stuck run ends with a validation loss "
+            "above that entropy less 0.1 nats, and with a training loss above that entropy less 0.5. Runs of fewer "
+            "steps than the warm-up and 100 more are not judged. Stuck runs count in the means. Where some "
             "runs of an entry are stuck and others are not, nothing is tested.",
         ),
         (_any(summary, "tokens_per_s"), "tokens/s: median over seeds; other work on the machine lowers it."),
@@ -85,14 +93,16 @@ def _of_p(seeds: list[int], first: str) -> str:
     tests, count = len(seeds), min(seeds)
     limit = limit_of_t(CHANCE / tests, count - 1)
     several = tests > 1
-    holm = f", corrected by Holm's method for the {tests} differences tested here; p alone: not corrected" * several
+    holm = (
+        f", corrected by Holm's method for the {tests} differences tested here; p, uncorrected: without that" * several
+    )
     which = f"and {tests} differences the clearest" if several else "the difference"
     return (
         f"p: two-sided paired t-test{holm}. The test takes differences to be normally distributed, which so few seeds "
         f"cannot show. Lower or higher: p < {CHANCE}. If no entry truly differed from {first} at these rates, any "
-        f"would be called so with a probability of at most {CHANCE}. With {count} seeds {which} must be {limit:.1f} "
-        "standard errors from 0 to be called so. Not told apart: these seeds show no difference, which does not mean "
-        "that there is none."
+        f"would be called lower or higher with a probability of at most {CHANCE}. With {count} seeds {which} must be "
+        f"{limit:.1f} standard errors from 0 to be called lower or higher. Not told apart: these seeds show no "
+        "difference, which does not mean that there is none."
     )
 
 
@@ -125,13 +135,14 @@ def _of_rates(summary: list[dict]) -> list[tuple[bool, str]]:
         ),
         (
             _any(summary, "ramps"),
-            "Largest rate that holds: the rate rises linearly from 0. This is the first rate from which on, for 50 "
-            "steps or to the end, the mean loss of 10 steps is more than 0.5 nats above its least value so far, or "
-            "back above the entropy of single tokens of the training text less 0.1 nats; or at which a loss is no "
-            "number. Geometric mean ×/÷ geometric standard deviation over the seeds; the ratios are paired by seed. A "
-            "bound (> or <) stands where a run held to the end. The rate is reached in passing: a whole run at it need "
-            "not hold. It depends on --steps and on the top, to which it rises; compare only entries with the same of "
-            "both.",
+            "Largest rate that holds: the rate of a run rises linearly from 0. The run leaves its path at the first "
+            "step from which on it is off its path for 50 steps, or to the end. It is off its path if the mean loss of "
+            "10 steps is more than 0.5 nats above its least value so far, or if it was below the entropy of single "
+            "tokens of the training text less 0.1 nats and is above that again, or if a loss is no number. Shown is "
+            "the rate of that step: geometric mean, times or divided by (×/÷) the geometric standard deviation over "
+            "the seeds. The ratios are paired by seed. Where a run held to the end, only a bound is known (> or <). "
+            "The rate is reached in passing: a whole run at it need not hold. It depends on --steps and on the highest "
+            "rate; compare only entries that have both in common.",
         ),
         (
             _any(summary, "learned_nothing"),

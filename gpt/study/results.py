@@ -53,8 +53,10 @@ def _measured(run: Path, row: dict, level: float) -> dict:
     if row["part"] == "ramp":
         rates, losses = _ramp(row, lines)
         diverged = row["diverged"] is not None
-        measured["largest_rate"] = stability.largest_rate(losses, rates, level, diverged=diverged)
-        measured["stuck"] = stability.learned_nothing(losses, level)
+        if stability.learned_nothing(losses, level):
+            measured["stuck"] = True
+        else:
+            measured["largest_rate"] = stability.largest_rate(losses, rates, level, diverged=diverged)
     return measured
 
 

@@ -19,8 +19,8 @@ def depth_table(summary: list[dict], depth: int | None, unit: str) -> list[list[
     head += [f"difference to {first}", "result"]
     chosen = any(entry["rates"] for entry in table)
     head += ["seeds", f"chosen rate (within {NEAR} of its loss)" if chosen else "rate"]
-    head += ["lowest on the way (chosen by looking)", f"lower than {first}", "p alone"]
-    head += ["spikes (loss, gradient)", "unrecovered", "parameters", "in norms", "tokens/s"]
+    head += ["lowest on the way", f"lower than {first}", "p, uncorrected"]
+    head += ["spikes (loss, gradient)", "unrecovered", "parameters", "of them in norms", "tokens/s"]
     cells = [head]
     for entry in table:
         difference = entry["difference"]

@@ -98,7 +98,7 @@ def make_entries(
             lookup(SETTINGS, setting, "setting")
             if setting in elsewhere:
                 raise Mistake(
-                    f"{elsewhere[setting]} gives {setting} ({name}: {own[setting]}). Leave one of the two out."
+                    f"{elsewhere[setting]} sets {setting} itself ({name}: {own[setting]}). Leave one of the two out."
                 )
             if setting in SHARED:
                 raise Mistake(f"{setting} is the same for all entries ({name}: {own[setting]}). Give it as a flag.")

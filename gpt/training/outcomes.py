@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpt.config import Mistake
 from gpt.files import Held, held, read_json, write
+from gpt.screen import tell
 from gpt.training.entries import folder_name, resolved
 from gpt.training.plan import Plan, Run
 from gpt.training.run import checkpoints, delete_run
@@ -33,7 +34,11 @@ TYPES = {
 
 
 class Other(Mistake):
-    """A folder is not this comparison's, or has a run that was made otherwise."""
+    """A folder is not this comparison's, or has runs that were made otherwise. The `reason` is without the remedy."""
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(f"{reason}. {remedy}")
+        self.reason = reason
 
 
 class Folder:
@@ -71,6 +76,11 @@ class Folder:
         if outcome is None:
             return None
         return math.inf if outcome["val_loss"] is None else outcome["val_loss"]
+
+    def _loss_if_ours(self, run: Run) -> float | None:
+        with contextlib.suppress(Other):
+            return self.loss_of(run)
+        return None
 
     def add(self, run: Run, results: dict):
         """Write the outcome of a run, with these results."""
@@ -118,7 +128,7 @@ class Folder:
         """Raise Other if the folder has something in it, but no run of a comparison."""
         if self.path.is_file() or (_shown(self.path) and not self.claimed()):
             place = self.path.absolute()
-            raise Other(f"the output folder is not a comparison ({place}). Name another with --out.")
+            raise Other(f"the output folder is not a comparison ({place})", "Name another with --out.")
 
     @contextlib.contextmanager
     def turn(self):
@@ -135,9 +145,18 @@ class Folder:
     def check(self, plan: Plan):
         """Raise Other if the folder is no comparison's, or has one of these runs and it was made otherwise."""
         self.require_ours()
-        for run in plan.runs(self.loss_of):
-            if self.outcome(run) is None:
-                self.begun(run)
+        others, reasons = [], []
+        for run in plan.runs(self._loss_if_ours):
+            try:
+                if self.outcome(run) is None:
+                    self.begun(run)
+            except Other as error:
+                others.append(run.name)
+                reasons.append(error.reason)
+        if others:
+            more = f" and {len(others) - 1} more ({', '.join(others[1:9])})" if len(others) > 1 else ""
+            remedy = "Delete these folders, name another --out, or do all again by --overwrite."
+            raise Other(reasons[0] + more, remedy)
 
     def make(self):
         """Make the folder, if need be."""
@@ -175,7 +194,7 @@ class Folder:
                 reason = f"a run has another {name} ({stored.get(name)}, not {wanted}, in {place})"
                 if name == "code":
                     reason = f"the code has changed since a run began ({place})"
-                raise Other(f"{reason}. Name another --out, or do all again by --overwrite.")
+                raise Other(reason, "Name another --out, or do all again by --overwrite.")
 
 
 def _shown(folder: Path) -> list[Path]:
@@ -184,13 +203,18 @@ def _shown(folder: Path) -> list[Path]:
 
 
 def default_folder(plan: Plan, code: dict[tuple[str, int | None], str], corpus: str) -> Folder:
-    """runs/compare-ENTRIES, with a number: the first that is free or has this very comparison."""
+    """runs/compare-ENTRIES, with a number: the first that is free or has this very comparison. Says why it is not the
+    one before."""
     words = ["max-rate" if plan.ramp else "compare", *plan.entries]
     words += ["rates"] * (plan.rates is not None) + ["depths"] * (plan.depths != [None])
     for number in itertools.count(1):
         name = "-".join([folder_name("-".join(words)), *([str(number)] if number > 1 else [])])
         folder = Folder(Path("runs", name), code, corpus)
-        with contextlib.suppress(Other):
+        try:
             folder.check(plan)
             break
+        except Other as error:
+            reason = error.reason
+    if number > 1:
+        tell(f"a new comparison: {reason}")
     return folder

@@ -28,24 +28,24 @@ class Overall(Progress):
         total = len(runs)
         if any(self.folder.outcome(run) is None for run in runs):
             total = max(total, len(self.counts) * self.plan.runs_of_each)
-        self.at(sum(map(self.folder.steps_done, runs)), total * steps)
-        for number, run in enumerate(runs, start=1):
+        total *= steps
+        self.at(sum(map(self.folder.steps_done, runs)), total)
+        for run in runs:
             outcome = self.folder.outcome(run)
             if outcome and run.name not in self._ended:
                 self._ended.add(run.name)
                 losses = "validation loss {val_loss:.4f}; best {best_val_loss:.4f} at {best_step}"
                 line = losses if outcome["diverged"] is None else "diverged at step {diverged}"
-                self.write(f"{self._label(run, number, runs)}{line.format(**outcome)}")
+                self.write(f"{self._label(run)}{line.format(**outcome)}; {len(self._ended)} of {total // steps} done")
         self._looked = time.monotonic()
 
     def begin_run(self, run: Run):
         """Name the run whose lines come next."""
-        runs = self.plan.runs(self.folder.loss_of)
-        self.label, self._run = self._label(run, 1 + runs.index(run), runs), run
+        self.label, self._run = self._label(run), run
 
-    @staticmethod
-    def _label(run: Run, number: int, runs: list[Run]) -> str:
-        return f"{run.name.ljust(max(len(each.name) for each in runs) + 2)}{number}/{len(runs)}  "
+    def _label(self, run: Run) -> str:
+        width = max(len(each.name) for each in self.plan.runs(self.folder.loss_of))
+        return f"{run.name.ljust(width)}  "
 
     def begin(self, text: str, warnings: list[str]):
         super().begin(text, [] if self.plan.ramp else warnings)  # a ramp is all warm-up

@@ -129,7 +129,7 @@ def read_plan(
     common |= flags
     config = configure(common)
     if not own:
-        raise Mistake("nothing to compare (0 entries). Name placements, as in compare.py pre post.")
+        raise Mistake("nothing to compare (0 entries). Name placements before the flags, as in compare.py pre post.")
     if config.init != "scratch" or config.val_fraction == 0:
         values = f"init {config.init}, val_fraction {config.val_fraction:g}"
         raise Mistake(f"a comparison starts from scratch and needs a validation split ({values}). Leave them out.")
@@ -145,7 +145,7 @@ def read_plan(
     elsewhere |= {"warmup_steps": "--max-rate"} if ramp is not None else {}
     for setting in flags.keys() & elsewhere.keys():
         flag = f"--{setting.replace('_', '-')} {flags[setting]}"
-        raise Mistake(f"{elsewhere[setting]} gives {setting} ({flag}). Leave one of the two out.")
+        raise Mistake(f"{elsewhere[setting]} sets {setting} itself ({flag}). Leave one of the two out.")
     entries = make_entries(own, common, _once(depths or [], "--depths"), elsewhere)
     return Plan(entries, _seeds(config, seeds), tried, ramp)
 

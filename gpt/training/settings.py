@@ -139,7 +139,8 @@ def read_toml(path: str | Path, tables=()) -> dict:
         str(settings)  # raises a ValueError for a whole number of more than 4,300 digits
         for name in settings:
             if isinstance(settings[name], dict) != (name in tables):
-                raise ValueError(f"a table, [{name}]" if name not in tables else f"{name} is no table, [{name}.NAME]")
+                known = "".join(f", and no [{each}.NAME]" for each in tables)
+                raise ValueError(f"a table, [{name}]{known}" if name not in tables else f"{name} is no [{name}.NAME]")
         return settings
     except OSError as error:
         reason = f"{Path(path).absolute()}: {error.strerror}"
