@@ -105,6 +105,9 @@ def ramps(panels: dict[str, dict[str, tuple[list[float], list[float | None], flo
                 axis.plot(rates[end - 1 : end], smooth[end - 1 : end], "x", color=look["color"])
             shown += [loss for rate, loss in zip(rates[:end], smooth) if rate >= start and math.isfinite(loss)]
         axis.set(xlabel="learning rate", xscale="log", xlim=(start, None))
+        axis.minorticks_off()
+        ticks = [start * 2**number for number in range(5)]
+        axis.set(xticks=ticks, xticklabels=[f"{tick:.2g}" for tick in ticks])
         if shown:
             axis.set_ylim(min(shown) - 0.1, max(shown) + 0.1)
         _name_lines(axis)
