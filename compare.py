@@ -136,7 +136,7 @@ def report(rehearsed: Rehearsed, folder: Folder, title: str, latex: bool):
 
     plan = rehearsed.plan
     runs = plan.runs(folder.loss_of)
-    rows = [folder.outcome(run) | rehearsed.counts[run.entry, run.depth] for run in runs]
+    rows = [folder.outcome(run) | {"entry": run.entry} | rehearsed.counts[run.entry, run.depth] for run in runs]
     with folder.turn():
         tables, files = write_results(folder.path, rows, rehearsed.unit, rehearsed.level, title, latex)
     columns = SHORT if is_terminal(sys.stdout) else None

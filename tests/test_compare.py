@@ -206,11 +206,39 @@ def test_overwrite_deletes_the_runs_and_nothing_else(copied, began, capsys):
     if os.name != "nt":
         shutil.rmtree("c/post-8")
         os.symlink("../elsewhere", "c/post-8")
-    assert copied(capsys, "pre", "--seeds", 1, "--overwrite")[0] == 2  # a run's folder has a file of the user
+    status, _, err = copied(capsys, "pre", "--seeds", 1, "--overwrite")
+    assert status == 2 and "pre-7" in err and "comparison" not in err  # it has a file of the user
     Path("c", "pre-7", "mine.txt").unlink()
     assert copied(capsys, "pre", "--seeds", 1, "--overwrite")[0] == 0
     assert began == 2 * [("pre-7", None)] and not Path("c", "post-7").exists()
     assert Path("c", "mine.json").exists() and all(Path(run, "last").exists() for run in ("elsewhere", "c/alone"))
+
+
+def test_a_finished_comparison_is_done_again(copied, began, capsys):
+    assert Path("c", "results.md").exists()
+    assert copied(capsys, "pre,post", "--seeds", 2, "--overwrite")[0] == 0 and len(began) == 4
+
+
+def test_a_run_that_train_py_goes_on_with_is_no_longer_the_comparisons(copied, capsys, quick):
+    assert call(train, "--resume", "--out", "c/pre-7", "--steps", 9, capsys=capsys)[0] == 0
+    status, out, err = copied(capsys, "pre,post", "--seeds", 2)
+    assert (status, out) == (2, "") and "steps (9, not 6, in" in err and "pre-7" in err
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 1, "loss": 3.0, "grad_norm": 1.0}\n'])
+def test_losses_that_are_lost_are_no_spikes(copied, capsys, content):
+    Path("c", "pre-7", "steps.jsonl").write_text(content, encoding="utf-8")
+    status, _, err = copied(capsys, "pre,post", "--seeds", 2)
+    assert status == 2 and f"Delete {Path('c', 'pre-7')}" in err and "of 6" in err and err.count("\n") == 1
+
+
+def test_a_run_that_chose_a_rate_is_never_counted(copied, capsys, began):
+    """Also where another comparison in the folder counts its seed."""
+    assert copied(capsys, "pre", "--rates", 0.01, 0.02, "--seeds", 1)[0] == 0
+    chosen = {run["seed"] for run in outcomes().values() if run["part"] == "rate"}
+    assert copied(capsys, "pre", "--rates", 0.01, 0.02, "--seeds", 1, "--seed", *chosen)[0] == 0
+    names = [name for name, _ in began]
+    assert len(names) == len(set(names)) == 6
 
 
 def test_a_run_whose_folder_was_deleted_is_done_again(copied, began, capsys):
@@ -410,6 +438,8 @@ BAD = [
     (["pre:lr=-1"], "(-1.0)", "above 0"),
     (["pre", "post:data=x.txt"], "(post:data=x.txt: x.txt)", "flag"),
     (["pre:seed=3"], "3)", "flag"),
+    (["pre:init=gpt2"], "gpt2)", "scratch"),
+    (["noname.toml"], "('a\\nb')", "entries.NAME"),
     (["pre", "pre:context_length=8"], "8)", "flag"),
     (["pre", "post:steps=5"], "(pre 6, post:steps=5 5)", "same"),
     (["pre:n_layers=3", "--depths", "2"], "3)", "--depths"),
@@ -464,6 +494,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, words, value
     Path("table.toml").write_text("[entries.mine]\nrate = 1\n", encoding="utf-8")
     Path("entries.toml").write_text('entries = "pre"\n', encoding="utf-8")
     Path("names.toml").write_text('[entries."a/b"]\nlr = 0.1\n[entries."a:b"]\nlr = 0.2\n', encoding="utf-8")
+    Path("noname.toml").write_text('[entries."a\\nb"]\nlr = 0.1\n', encoding="utf-8")
     Path("flag.toml").write_text("rates = 0.1\n", encoding="utf-8")
     before = sorted(here.rglob("*"))
     entries = list(itertools.takewhile(lambda word: not word.startswith("-"), words))

@@ -354,7 +354,8 @@ def test_the_legend_tells_how_clear_a_difference_must_be(entries, depths, limit)
 
 def test_the_results_begin_with_how_the_runs_were_made(tmp_path, monkeypatch):
     """And results.tex has that and the legend as comments."""
-    monkeypatch.setattr(results, "_draw", lambda *arguments: None)
+    for name in ("_draw", "_measured"):
+        monkeypatch.setattr(results, name, lambda *arguments: {})
     rows = [row("a", 99, 1.0, part="rate"), *(row("a", seed, 1.0 + seed, n_heads=2) for seed in (1, 2, 3))]
     rows.append(row("b", 1, 1.0, optimizer="adamw", code="abcdefghij"))
     results.write_results(tmp_path, rows, "byte", 3.0, "300 steps on x_y", latex=True)

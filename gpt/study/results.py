@@ -4,6 +4,7 @@ import collections
 import json
 from pathlib import Path
 
+from gpt.config import Mistake
 from gpt.files import courtesy, read_lines, write
 from gpt.study import comparison, formats, stability, tables
 from gpt.study.legend import about, legend
@@ -48,7 +49,10 @@ def write_results(
 
 def _measured(run: Path, row: dict, level: float) -> dict:
     """What the losses and gradient norms of all steps of a run tell."""
-    lines = read_lines(run / "steps.jsonl")
+    lines, steps = read_lines(run / "steps.jsonl"), row["diverged"] or row["steps"]
+    if [line["step"] for line in lines] != [*range(1, steps + 1)]:
+        reason = f"{run / 'steps.jsonl'}: {len(lines)} lines of {steps}"
+        raise Mistake(f"the losses of a run are not all there ({reason}). Delete {run}, and the run is done again.")
     measured: dict = stability.stability(lines) | {"largest_rate": None}
     if row["part"] == "ramp":
         rates, losses = _ramp(row, lines)

@@ -100,7 +100,9 @@ def tidy(run: Path, state: dict, keep: int):
 
 
 def leave_branch(run: Path, state: dict):
-    """Delete the checkpoints of steps after `state["step"]`, where the run goes on: another branch made them."""
+    """Delete the checkpoints of steps after `state["step"]`, where the run goes on: another branch made them. So was
+    the outcome that a comparison has noted."""
+    (run / "outcome.json").unlink(missing_ok=True)
     write(run / "last", str(state["step"]))
     if state["best_step"] is None:
         (run / "best").unlink(missing_ok=True)

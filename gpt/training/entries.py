@@ -8,8 +8,8 @@ from gpt.command_line import reader
 from gpt.config import Mistake, lookup
 from gpt.training.settings import SETTINGS, TrainConfig, configure, flat, read_toml
 
-# What all entries share: with others the losses could not be subtracted, or the seeds not be paired. A run's seed and
-# its init are the comparison's.
+# What all entries share: with others the losses could not be subtracted, or the seeds not be paired. A run's seed is
+# the comparison's.
 SHARED = (
     "data",
     "device",
@@ -19,7 +19,6 @@ SHARED = (
     "eval_tokens",
     "eval_every",
     "seed",
-    "init",
     "shard",
 )
 FLAGS = ("seeds", "depths", "rates", "max_rate", "jobs", "out", "overwrite", "latex")  # that are no settings
@@ -92,6 +91,8 @@ def make_entries(
     for those that the flags `elsewhere`, by setting, give."""
     made: dict[str, dict[int | None, TrainConfig]] = {}
     for name, own in entries.items():
+        if not name.strip() or not name.isprintable():
+            raise Mistake(f"an entry has no name that can be printed ({name!r}). Write it as [entries.NAME].")
         if not isinstance(own, dict):
             raise Mistake(f"an entry is a table ({name} = {own!r}). Write [entries.{name}] and its settings below.")
         for setting in own:
@@ -100,6 +101,8 @@ def make_entries(
                 raise Mistake(
                     f"{elsewhere[setting]} sets {setting} itself ({name}: {own[setting]}). Leave one of the two out."
                 )
+            if setting == "init":
+                raise Mistake(f"a comparison starts from scratch ({name}: init {own[setting]}). Leave it out.")
             if setting in SHARED:
                 raise Mistake(f"{setting} is the same for all entries ({name}: {own[setting]}). Give it as a flag.")
         try:

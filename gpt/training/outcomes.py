@@ -121,12 +121,14 @@ class Folder:
         return held(self.path, f".{run}.lock")
 
     def claimed(self) -> list[Path]:
-        """The folders of the comparison's runs: each has a file for `claim` beside it."""
-        return [path for path in _shown(self.path) if path.with_name(f".{path.name}.lock").exists()]
+        """The folders of the comparison's runs, be they there or not: each has a file for `claim` beside it."""
+        locks = self.path.glob(".?*.lock") if self.path.is_dir() else []
+        return [path.with_name(path.name[1:].removesuffix(".lock")) for path in sorted(locks)]
 
     def require_ours(self):
         """Raise Other if the folder has something in it, but no run of a comparison."""
-        if self.path.is_file() or (_shown(self.path) and not self.claimed()):
+        shown = self.path.is_dir() and any(not path.name.startswith(".") for path in self.path.iterdir())
+        if self.path.is_file() or (shown and not self.claimed()):
             place = self.path.absolute()
             raise Other(f"the output folder is not a comparison ({place})", "Name another with --out.")
 
@@ -195,11 +197,6 @@ class Folder:
                 if name == "code":
                     reason = f"the code has changed since a run began ({place})"
                 raise Other(reason, "Name another --out, or do all again by --overwrite.")
-
-
-def _shown(folder: Path) -> list[Path]:
-    """What is in a folder, if there is one, but for hidden files."""
-    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
 
 
 def default_folder(plan: Plan, code: dict[tuple[str, int | None], str], corpus: str) -> Folder:

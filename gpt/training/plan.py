@@ -87,8 +87,8 @@ class Plan:
 
     def _run(self, entry: str, depth: int | None, part: str, config: TrainConfig, seed: int) -> Run:
         words = [folder_name(entry)]
-        words += [f"{depth}-blocks"] * (depth is not None) + [f"lr-{config.peak_lr:g}"] * (self.rates is not None)
-        words += ["ramp"] * (part == "ramp") + [str(seed)]
+        words += [f"{depth}-blocks"] * (depth is not None) + [f"lr-{config.peak_lr!r}"] * (self.rates is not None)
+        words += [part] * (part != "counted") + [str(seed)]
         return Run("-".join(words), entry, depth, part, dataclasses.replace(config, seed=seed))
 
 
