@@ -14,6 +14,13 @@ from gpt.training import checkpoint, code, optim, trainer
 from gpt.training.code import code_of
 
 
+@pytest.fixture(autouse=True)
+def read_again():
+    """What these tests make of the files is forgotten after each."""
+    yield
+    code._tree.cache_clear()
+
+
 class Louder(ReZero):
     """As rezero at the start, where s is 0, and not afterwards."""
 
