@@ -42,7 +42,6 @@ class Rehearsed(NamedTuple):
     corpus: str
     level: float  # of the loss: above it a model knows little more than how often each token comes
     unit: str
-    device: str
 
 
 def rehearse(plan: Plan) -> Rehearsed:
@@ -83,7 +82,7 @@ def rehearse(plan: Plan) -> Rehearsed:
         code[name, depth] = code_of(model, update)
         made[name][depth] = config
     plan = dataclasses.replace(plan, entries=dict(made))
-    return Rehearsed(plan, code, counts, corpus.digest(ids), split.entropy - MARGIN, tokenizer.unit, compute.device)
+    return Rehearsed(plan, code, counts, corpus.digest(ids), split.entropy - MARGIN, tokenizer.unit)
 
 
 def train_all(plan: Plan, folder: Folder, stop: StopRequest, progress: Overall) -> bool:
@@ -178,10 +177,11 @@ def compare(flags: dict, argv: list[str]) -> int | None:
         folder.clear()
     folder.check(plan)
     runs = plan.runs(folder.loss_of)
+    config = runs[0].config  # its device, corpus and steps are those of all
     done = sum(folder.outcome(run) is not None for run in runs)
-    left = max(len(runs), len(rehearsed.counts) * plan.runs_of_each) - done if done < len(runs) else 0
-    count, threads = jobs.share(options["jobs"], left + done, rehearsed.device)  # always the same threads
-    title = f"{runs[0].config.steps:,} steps on {corpus.name(runs[0].config.data)}"
+    left = plan.expected(runs) - done if done < len(runs) else 0
+    count, threads = jobs.share(options["jobs"], left + done, config.device)  # always the same threads
+    title = f"{config.steps:,} steps on {corpus.name(config.data)}"
     folder.make()
     with folder.turn() as locked:
         count = min(count, left or 1) if locked else 1
@@ -192,7 +192,7 @@ def compare(flags: dict, argv: list[str]) -> int | None:
     command = [sys.executable, __file__, *(word for word in argv if word != "--overwrite")]
     command += ["--out", str(folder.path), "--jobs", "1", "--helper"]
     with StopRequest() as stop, Overall(plan, folder, rehearsed.counts, count) as progress:
-        with jobs.started(command, count - 1, threads, rehearsed.device):
+        with jobs.started(command, count - 1, threads, config.device):
             all_done = train_all(plan, folder, stop, progress)
     if not all_done:
         tell(f"stopped; the same command goes on with {folder.path}")

@@ -121,10 +121,10 @@ def read_json(path: str | Path) -> dict:
         raise Mistake(f"{path} is not a JSON file ({error}). Put the right one back.") from None
 
 
-def append(path: Path, record: dict):
-    """Add a line of JSON to a file."""
+def append(path: Path, *records: dict):
+    """Add a line of JSON to a file for each record."""
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def read_lines(path: Path) -> list[dict]:

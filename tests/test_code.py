@@ -3,6 +3,7 @@
 import functools
 import json
 import linecache
+import types
 
 import pytest
 from toys import TOY, toy_config
@@ -152,13 +153,17 @@ class Thing:
     """Its text has its address, which is another in each process."""
 
 
+def around(thing):
+    return lambda config, layer: [(lambda x: x + 1)(thing) for _ in config]
+
+
 def test_an_address_is_no_code():
     texts = []
     for _ in range(2):
-        names = {"__name__": "made"}
-        exec("def make(thing): return lambda config, layer: [(lambda x: x + 1)(thing) for _ in config]", names)
-        texts.append([Thing(), names, set()])
-        code._add_code(names["make"](texts[-1][0]), texts[-1][-1], set())
+        # As code makes it, in a module that has no file.
+        make = types.FunctionType(around.__code__, {"__name__": "made"})
+        texts.append([Thing(), set()])
+        code._add_code(make(texts[-1][0]), texts[-1][-1], set())
     assert texts[0][-1] == texts[1][-1] and len(texts[0][-1]) >= 2
 
 

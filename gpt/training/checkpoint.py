@@ -8,6 +8,7 @@ A checkpoint is written to a temporary folder, flushed to the disk and renamed, 
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load, save_file
 from gpt.config import Failure, Mistake, ModelConfig, require_same
 from gpt.files import FORMAT, courtesy, new_folder, read_json, read_lines, sha256, write
 from gpt.model import GPT, with_weights
-from gpt.training.run import checkpoints, delete_checkpoint, no_checkpoint, other_steps, step_of
+from gpt.training.run import checkpoints, delete_checkpoint, no_checkpoint, other_steps, path_of, step_of
 from gpt.training.settings import TrainConfig, configure, flat
 
 
@@ -113,11 +114,6 @@ def leave_branch(run: Path, state: dict):
             delete_checkpoint(path)
 
 
-def path_of(run: Path, step: int) -> Path:
-    """The checkpoint folder of a step."""
-    return run / f"step-{step:06d}"
-
-
 def find(folder: str | Path, which: str | None = None, hint: str = "") -> Path:
     """The checkpoint folder that `folder` is, or that `which` names in a run: "best", "last", a step, or None for the
     best if there is one, else the last. Raises Mistake if it is not there; `hint` is a further remedy where there is no
@@ -179,18 +175,23 @@ def load_model(folder: str | Path, config: ModelConfig | None = None) -> GPT:
         raise Mistake(f"the checkpoint's model cannot be made ({checkpoint}: {error}). Put its code back.") from None
 
 
-def load_run(folder: str | Path, which: str | None = None, hint: str = "") -> tuple[Path, TrainConfig, GPT]:
-    """The checkpoint folder that `find` has for these, its configuration and its model. A run that goes on meanwhile
-    deletes old checkpoints, so one that is gone is looked up again."""
+def look_up(read: Callable, folder: str | Path, which: str | None = None, hint: str = ""):
+    """What `read` makes of the checkpoint folder that `find` has for these. A run that goes on meanwhile deletes old
+    checkpoints, so one that is gone is looked up again."""
     checkpoint = None
     for last_try in (False, False, True):
         try:
             checkpoint = find(folder, which, hint)
-            return checkpoint, read_state(checkpoint)[1], load_model(checkpoint)
+            return read(checkpoint)
         except Mistake:
             if last_try or (checkpoint and checkpoint.is_dir()):
                 raise
     raise AssertionError
+
+
+def load_run(folder: str | Path, which: str | None = None, hint: str = "") -> tuple[Path, TrainConfig, GPT]:
+    """The checkpoint folder that `look_up` has for these, its configuration and its model."""
+    return look_up(lambda each: (each, read_state(each)[1], load_model(each)), folder, which, hint)
 
 
 def read(checkpoint: Path, config: TrainConfig) -> tuple[dict, dict, dict]:

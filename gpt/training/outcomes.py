@@ -89,19 +89,15 @@ class Folder:
 
     def begun(self, run: Run) -> bool:
         """Whether a run has a checkpoint to go on from."""
-        from gpt.training.checkpoint import find, read_state
+        from gpt.training.checkpoint import look_up, read_state
 
         folder = self.path / run.name
-        for last in (False, False, True):  # a process that does the run may delete the checkpoint meanwhile
-            if not checkpoints(folder):
-                return False
-            try:
-                state, config = read_state(find(folder, "last"))
-                break
-            except Mistake as error:
-                if last:
-                    raise Mistake(f"{error} Or delete {folder}, and it is done again.") from None
-                time.sleep(0.1)
+        if not checkpoints(folder):
+            return False
+        try:
+            state, config = look_up(read_state, folder, "last")
+        except Mistake as error:
+            raise Mistake(f"{error} Or delete {folder}, and it is done again.") from None
         self._require_same(run, self._decides(config, state.get("code"), state.get("corpus")))
         return True
 

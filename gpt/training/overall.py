@@ -25,27 +25,25 @@ class Overall(Progress):
         """Look at what all processes have done."""
         runs = self.plan.runs(self.folder.loss_of)
         steps = runs[0].config.steps  # of every run
-        total = len(runs)
-        if any(self.folder.outcome(run) is None for run in runs):
-            total = max(total, len(self.counts) * self.plan.runs_of_each)
-        total *= steps
-        self.at(sum(map(self.folder.steps_done, runs)), total)
+        ended = all(self.folder.outcome(run) for run in runs)
+        total = len(runs) if ended else self.plan.expected(runs)
+        self.at(sum(map(self.folder.steps_done, runs)), total * steps)
         for run in runs:
             outcome = self.folder.outcome(run)
             if outcome and run.name not in self._ended:
                 self._ended.add(run.name)
                 losses = "validation loss {val_loss:.4f}; best {best_val_loss:.4f} at {best_step}"
                 line = losses if outcome["diverged"] is None else "diverged at step {diverged}"
-                self.write(f"{self._label(run)}{line.format(**outcome)}; {len(self._ended)} of {total // steps} done")
+                self.write(f"{self._label(run, runs)}{line.format(**outcome)}; {len(self._ended)} of {total} done")
         self._looked = time.monotonic()
 
     def begin_run(self, run: Run):
         """Name the run whose lines come next."""
-        self.label, self._run = self._label(run), run
+        self.label, self._run = self._label(run, self.plan.runs(self.folder.loss_of)), run
 
-    def _label(self, run: Run) -> str:
-        width = max(len(each.name) for each in self.plan.runs(self.folder.loss_of))
-        return f"{run.name.ljust(width)}  "
+    @staticmethod
+    def _label(run: Run, runs: list[Run]) -> str:
+        return f"{run.name.ljust(max(len(each.name) for each in runs))}  "
 
     def begin(self, text: str, warnings: list[str]):
         super().begin(text, [] if self.plan.ramp else warnings)  # a ramp is all warm-up

@@ -48,6 +48,10 @@ class Plan:
         tries = len(self.rates) if isinstance(self.rates, tuple) else 5 if self.rates else 0
         return tries + len(self.seeds)
 
+    def expected(self, runs: list[Run]) -> int:
+        """How many runs there will be, of which so many are known; with "auto" rates about."""
+        return max(len(runs), sum(map(len, self.entries.values())) * self.runs_of_each)
+
     def runs(self, loss_of: Callable[[Run], float | None]) -> list[Run]:
         """The runs that are wanted as far as is known: those that choose rates, then the counted ones, seed by seed.
         `loss_of` tells the loss of a run, infinite if it diverged, and None before its end. The list grows

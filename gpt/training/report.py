@@ -1,7 +1,6 @@
 """What a training run says, and the lines it keeps of its numbers."""
 
 import importlib
-import json
 import math
 import shlex
 from pathlib import Path
@@ -167,10 +166,9 @@ class StepLines:
         losses = [total / self.world.size for total in self.world.total(numbers[::2])]
         pairs, self.waiting = [*zip(losses, numbers[1::2])], []
         if self.world.first:
-            with open(self.path, "a", encoding="utf-8") as file:
-                for number, (loss, norm) in enumerate(pairs, start=step + 1 - len(pairs)):
-                    line = {"step": number, "loss": finite(loss), "grad_norm": finite(norm)}
-                    file.write(json.dumps(line) + "\n")
+            numbered = enumerate(pairs, start=step + 1 - len(pairs))
+            lines = ({"step": at, "loss": finite(loss), "grad_norm": finite(norm)} for at, (loss, norm) in numbered)
+            append(self.path, *lines)
         return pairs[-1]
 
 

@@ -31,6 +31,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
+def path_of(run: Path, step: int) -> Path:
+    """The checkpoint folder of a step."""
+    return run / f"step-{step:06d}"
+
+
 def is_run(folder: Path) -> bool:
     """Whether the folder has a run's config.json. Other programs write a file of that name too."""
     try:
