@@ -6,6 +6,7 @@ import linecache
 import types
 
 import pytest
+import torch
 from toys import TOY, toy_config
 
 import train
@@ -204,3 +205,12 @@ def test_a_run_whose_code_cannot_be_read_trains(here, quick, monkeypatch, capsys
     assert capsys.readouterr().err.startswith("warning: ")
     assert train.train(config, "r", "last")["code"] == code_of(checkpoint.load_model("r"), train.update)
     assert "changed code" not in capsys.readouterr().out
+
+
+def test_the_state_of_torch_is_no_code(monkeypatch):
+    """As what its compiler keeps in the functions that it has wrapped."""
+    model = GPT(ModelConfig(**TOY))
+    before, state = code_of(model), [1]
+    monkeypatch.setattr(torch.nn.Module, "made_later", lambda self: state, raising=False)
+    monkeypatch.setattr(torch.nn.Module.made_later, "__module__", "torch.nn.modules.module")
+    assert code_of(model) == before

@@ -32,14 +32,18 @@ def _add_code(value, texts: set[str], seen: set[int]):
     """Add to `texts` what a value is made of: its source if it has one, and the values in it."""
     if id(value) in seen:
         return
+    if inspect.isclass(value) or inspect.isfunction(value):
+        # What those of torch enclose is its state, which changes while a process runs.
+        if value.__module__.partition(".")[0] in ("torch", "builtins"):
+            return
     seen.add(id(value))
     inside: list = []
     if isinstance(value, functools.partial):
         inside = [value.func, *value.args, *value.keywords, *value.keywords.values()]
     elif inspect.isclass(value):
-        for each in value.__mro__:
-            _add_source(each, [each, *vars(each).values()], texts)
-            inside += [content for function in vars(each).values() for content in _enclosed(function)]
+        inside += value.__bases__
+        inside += [content for function in vars(value).values() for content in _enclosed(function)]
+        _add_source(value, [value, *vars(value).values()], texts)
     elif inspect.isfunction(value):
         inside = _enclosed(value)
         _add_source(value, [value], texts)
@@ -63,8 +67,6 @@ def _enclosed(function) -> list:
 def _add_source(each, functions: list, texts: set[str]):
     """Add to `texts` the source of a class or function and of all that it names at the top of its file; of one that
     code has made, which has no source, the code of the `functions`."""
-    if each.__module__.partition(".")[0] in ("torch", "builtins"):
-        return
     statements: dict[str, ast.stmt] = {}
     with contextlib.suppress(OSError, TypeError, ImportError, ValueError):
         statements = _statements(each.__module__)
