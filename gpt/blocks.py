@@ -1,55 +1,14 @@
 """The placements of the norms. A block is its equation: x is the residual stream, (B, T, C) in and out, and f a branch,
-attention or the MLP, whose output is added to the stream."""
+attention or the MLP, whose output is added to the stream. Placements that scale something are in gpt/scaled.py, those
+with several streams in gpt/lanes.py."""
 
+import dataclasses
 import math
 
-import torch
-from torch import nn
-
-from gpt.config import ModelConfig, lookup
-from gpt.layers import MLP, Attention, draw
-from gpt.norms import NORMS
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    """A new norm of the class that `config.norm_layer` names, as wide as the stream."""
-    return lookup(NORMS, config.norm_layer, "norm_layer")(config.d_model, eps=config.norm_eps, bias=config.bias)
-
-
-class Block(nn.Module):
-    """What the placements share: two branches and their norms. A placement adds `forward(x)` and no more arguments.
-    Modules are named by role, so that placements with equal parameters start from equal weights.
-
-    As class attributes a placement states the names of its norms, whether the model needs a norm before the head, how
-    the branch outputs start (`branch_init`), and whether training wants a warm-up.
-    """
-
-    norms: tuple[str, ...] = ("attn_norm", "mlp_norm")
-    needs_final_norm = True
-    branch_init = "gpt2"
-    wants_warmup = False
-
-    def __init__(self, config: ModelConfig, layer: int):
-        """`layer` counts from 1 to config.n_layers."""
-        super().__init__()
-        for name in self.norms:
-            setattr(self, name, make_norm(config))
-        self.attn = Attention(config)
-        self.mlp = MLP(config)
-        self.init_weights(config)
-
-    def init_weights(self, config: ModelConfig):
-        """Start the matrices from N(0, 0.02^2), as GPT-2 does. The last one of each of the 2 n_layers branches starts
-        as `branch_init` says: the configuration's, or else the placement's."""
-        stds = {"gpt2": 0.02 / math.sqrt(2 * config.n_layers), "plain": 0.02, "zero": 0.0}
-        branch_std = lookup(stds, self.branch_init if config.branch_init is None else config.branch_init, "branch_init")
-        for linear, std in (
-            (self.attn.qkv, 0.02),
-            (self.attn.out, branch_std),
-            (self.mlp.up, 0.02),
-            (self.mlp.down, branch_std),
-        ):
-            draw(linear.weight, std)
+from gpt.block import Block
+from gpt.config import ModelConfig
+from gpt.lanes import HyperConnections, ResiDual
+from gpt.scaled import GPAS, DeepNorm, DepthFactor, Keel, LayerScale, LNScaling, ReZero, Sandwich
 
 
 class PreLN(Block):
@@ -62,9 +21,10 @@ class PreLN(Block):
 
 class PostLN(Block):
     """norm(x + f(x)): the original (Vaswani et al. 2017, arXiv 1706.03762), GPT-1. The last block ends in a norm, so no
-    final norm is needed. Deep stacks want a warm-up."""
+    final norm is needed. Deep stacks want a warm-up. It starts as GPT-1, without a factor for depth."""
 
     needs_final_norm = False
+    branch_init = "plain"
     wants_warmup = True
 
     def forward(self, x):
@@ -85,6 +45,8 @@ class Peri(Block):
 class Reordered(Block):
     """x + norm(f(x)): the norm on the branch's output only (OLMo 2, arXiv 2501.00656)."""
 
+    branch_init = "plain"
+
     def forward(self, x):
         x = x + self.attn_norm(self.attn(x))
         return x + self.mlp_norm(self.mlp(x))
@@ -102,87 +64,90 @@ class NoNorm(Block):
 
 
 class Parallel(Block):
-    """x + attn(norm(x)) + mlp(norm(x)): both branches read one norm (GPT-J, Wang and Komatsuzaki 2021)."""
+    """x + attn(norm(x)) + mlp(norm(x)): both branches read one norm (GPT-J, Wang and Komatsuzaki 2021, whose MLP's last
+    matrix starts twice as large as here)."""
 
     norms = ("norm",)
+    start = "fan_in"
+    branch_init = "gptj"
 
     def forward(self, x):
         n = self.norm(x)
         return x + self.attn(n) + self.mlp(n)
 
 
-class DeepNorm(Block):
-    """norm(a x + f(x)), a = (2 n_layers)^(1/4). The matrices of the values, of attention's output and of the MLP start
-    (8 n_layers)^(-1/4) times as large (Wang et al. 2022, arXiv 2203.00555, decoder-only)."""
+class TwoNorms(Block):
+    """x + attn(norm(x)) + mlp(norm(x)): as `parallel`, with a norm for each branch (GPT-NeoX, Black et al. 2022,
+    arXiv 2204.06745; Pythia)."""
+
+    def forward(self, x):
+        return x + self.attn(self.attn_norm(x)) + self.mlp(self.mlp_norm(x))
+
+
+class SubLN(Block):
+    """x + f(norm(x)) with a second norm in f, before its last matrix (Sub-LN: Wang et al. 2022, arXiv 2210.06423). The
+    matrices of the values, of attention's output and of the MLP start sqrt(log(2 n_layers)) times as large as Xavier's.
+    """
+
+    norms = ("attn_norm", "attn.inner_norm", "mlp_norm", "mlp.inner_norm")
+    start = "xavier"
+    branch_init = "plain"
+
+    def gain(self, n_layers):
+        return math.log(2 * n_layers) ** 0.5
+
+    def forward(self, x):
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class B2T(Block):
+    """norm(x + y + mlp(y)), y = norm(x + attn(x)): post-LN with a way from a block's bottom to its top around all but
+    its last norm (Takase et al. 2022, arXiv 2206.00330, whose code also divides its matrices by sqrt(n_layers))."""
 
     needs_final_norm = False
     branch_init = "plain"
-
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, layer)
-        self.a = (2 * config.n_layers) ** 0.25
-
-    def init_weights(self, config: ModelConfig):
-        super().init_weights(config)
-        values = self.attn.qkv.weight[2 * config.d_model :]
-        with torch.no_grad():
-            for weight in (values, self.attn.out.weight, self.mlp.up.weight, self.mlp.down.weight):
-                weight.mul_((8 * config.n_layers) ** -0.25)
+    wants_warmup = True
 
     def forward(self, x):
-        x = self.attn_norm(self.a * x + self.attn(x))
-        return self.mlp_norm(self.a * x + self.mlp(x))
+        y = self.attn_norm(x + self.attn(x))
+        return self.mlp_norm(x + y + self.mlp(y))
 
 
-class LNScaling(Block):
-    """x + f(norm(x) / sqrt(l)) in block l = 1, 2, ...: deeper branches read a smaller input, and the stream grows less
-    (Sun et al. 2025, arXiv 2502.05795). GPT-2's smaller start of the branches would undo the benefit."""
+class Hybrid(Block):
+    """y + mlp(y), y = norm(x + attn(x)): post-LN's norm before the MLP, and in attention norms of queries, keys and
+    values (Zhuo et al. 2025, arXiv 2503.04598)."""
 
-    branch_init = "plain"
-
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, layer)
-        self.g = layer**-0.5
+    norms = ("attn.q_norm", "attn.k_norm", "attn.v_norm", "mlp_norm")
 
     def forward(self, x):
-        x = x + self.attn(self.g * self.attn_norm(x))
-        return x + self.mlp(self.g * self.mlp_norm(x))
-
-
-class ReZero(Block):
-    """x + s f(x), s one learned number for each block that starts at 0 (Bachlechner et al. 2020, arXiv 2003.04887):
-    every block starts as the identity."""
-
-    norms = ()
-    needs_final_norm = False
-
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, layer)
-        self.s = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        x = x + self.s * self.attn(x)
-        return x + self.s * self.mlp(x)
-
-
-class Keel(Block):
-    """norm(a x + f(norm(x))), a = 2 n_layers, the number of sublayers (Chen and Wei 2026, arXiv 2601.19895)."""
-
-    norms = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
-    needs_final_norm = False
-
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, layer)
-        self.a = 2 * config.n_layers
-
-    def forward(self, x):
-        x = self.attn_out_norm(self.a * x + self.attn(self.attn_norm(x)))
-        return self.mlp_out_norm(self.a * x + self.mlp(self.mlp_norm(x)))
+        y = self.mlp_norm(x + self.attn(x))
+        return y + self.mlp(y)
 
 
 def mix(config: ModelConfig, layer: int) -> Block:
-    """Post-LN in the first quarter of the blocks, pre-LN in the rest (Li et al. 2024, arXiv 2412.13795)."""
-    return (PostLN if layer <= config.n_layers // 4 else PreLN)(config, layer)
+    """Post-LN in the first quarter of the blocks, at least in one, pre-LN in the rest; plain start (Li et al. 2024,
+    arXiv 2412.13795)."""
+    if config.branch_init is None:
+        config = dataclasses.replace(config, branch_init="plain")
+    return (PostLN if layer <= max(1, config.n_layers // 4) else PreLN)(config, layer)
+
+
+def keel(config: ModelConfig, layer: int) -> Block:
+    """Pre-LN in the first block, Keel in the rest (Chen and Wei 2026, arXiv 2601.19895)."""
+    return (PreLN if layer == 1 else Keel)(config, layer)
+
+
+def olmo2(config: ModelConfig, layer: int) -> Block:
+    """Reordered, with norms of queries and keys (OLMo 2, arXiv 2501.00656, which norms all heads together). There they
+    are RMSNorms with an eps of 1e-6: norm_layer="rmsnorm", norm_eps=1e-6."""
+    return Reordered(dataclasses.replace(config, qk_norm=config.qk_norm is not False), layer)
+
+
+def hybrid(config: ModelConfig, layer: int) -> Block:
+    """Hybrid, but for the first block: pre-LN with norms of queries and keys (HybridNorm* of arXiv 2503.04598, where
+    those values are normed too)."""
+    return PreLN(dataclasses.replace(config, qk_norm=True), layer) if layer == 1 else Hybrid(config, layer)
 
 
 # Any callable (config, layer) -> Block.
@@ -197,5 +162,16 @@ BLOCKS = {
     "lns": LNScaling,
     "rezero": ReZero,
     "mix": mix,
-    "keel": Keel,
+    "keel": keel,
+    "olmo2": olmo2,
+    "neox": TwoNorms,
+    "subln": SubLN,
+    "b2t": B2T,
+    "hybrid": hybrid,
+    "sandwich": Sandwich,
+    "depth_factor": DepthFactor,
+    "layerscale": LayerScale,
+    "gpas": GPAS,
+    "resi_dual": ResiDual,
+    "hyper": HyperConnections,
 }

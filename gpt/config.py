@@ -117,14 +117,16 @@ def nearest_divisors(number: int, wanted: int) -> str:
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture, checked when it is made; raises Mistake. The names of `norm` (the placement), `norm_layer`,
-    `branch_init` and `activation` are looked up, and refused if unknown, when the model is made."""
+    `start`, `branch_init` and `activation` are looked up, and refused if unknown, when the model is made."""
 
     vocab_size: int = 256  # comes with the tokenizer, so it is neither a flag nor a key of a TOML file
     norm: str = setting("pre", "placement of the norms (BLOCKS in gpt/blocks.py)", "model")
     norm_layer: str = setting("layernorm", "normalization layer (NORMS in gpt/norms.py)")
     norm_eps: float = setting(1e-5, "added to the variance, inside the root")
     final_norm: bool | None = setting(None, "a norm before the head; by default as the placement asks")
-    branch_init: str | None = setting(None, "branch outputs: gpt2, plain, zero; by default as the placement asks")
+    start: str = setting("gpt2", "weights: gpt2 (or as the placement's source has them), fan_in (the same for all)")
+    branch_init: str | None = setting(None, "branch outputs: gpt2, gptj, plain, zero; by default as the placement asks")
+    qk_norm: bool | None = setting(None, "norms of queries and keys, per head; by default as the placement asks")
     n_layers: int = setting(4, "number of blocks")
     n_heads: int = setting(4, "attention heads; must divide d_model")
     d_model: int = setting(128, "width of the residual stream")

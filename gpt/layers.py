@@ -27,14 +27,19 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """torch's, but it starts from N(0, 0.02^2), as GPT-2's does."""
+    """torch's, but it starts from N(0, std^2)."""
+
+    def __init__(self, count: int, width: int, std: float):
+        self.std = std
+        super().__init__(count, width)
 
     def reset_parameters(self):
-        draw(self.weight, 0.02)
+        draw(self.weight, self.std)
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention, (B, T, C) -> (B, T, C).
+    """Causal multi-head self-attention, (B, T, C) -> (B, T, C). A block may put norms in the places of q_norm, k_norm,
+    v_norm, which act on (B, H, T, D), and inner_norm, on (B, T, C).
 
     `cache` is None, or an object whose `append(k, v)` takes the (B, H, T, D) keys and values of these T tokens and
     returns those of all tokens so far. gpt/generate.py sets it; no other part of the model uses it.
@@ -46,6 +51,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias)
         self.out = Linear(config.d_model, config.d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.q_norm, self.k_norm, self.v_norm, self.inner_norm = (nn.Identity() for _ in range(4))
         self.cache = None
 
     def forward(self, x):
@@ -53,6 +59,7 @@ class Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (
             part.view(B, T, self.n_heads, C // self.n_heads).transpose(1, 2) for part in self.qkv(x).split(C, dim=-1)
         )
+        q_BHTD, k_BHTD, v_BHTD = self.q_norm(q_BHTD), self.k_norm(k_BHTD), self.v_norm(v_BHTD)
         mask, dtype = None, q_BHTD.dtype
         if self.cache is not None:
             k_BHTD, v_BHTD = self.cache.append(k_BHTD, v_BHTD)
@@ -61,18 +68,21 @@ class Attention(nn.Module):
             if past and T > 1:  # is_causal aligns the first query with the first key, so it would hide the past
                 mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
         y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, mask, is_causal=mask is None and T > 1)
-        return self.dropout(self.out(y_BHTD.transpose(1, 2).reshape(B, T, C).to(dtype)))
+        y = y_BHTD.transpose(1, 2).reshape(B, T, C).to(dtype)
+        return self.dropout(self.out(self.inner_norm(y)))
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between, four times as wide inside, (B, T, C) -> (B, T, C)."""
+    """Two linear layers with an activation between, four times as wide inside, (B, T, C) -> (B, T, C). A block may put
+    a norm in the place of inner_norm, on (B, T, 4 C)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.up = Linear(config.d_model, 4 * config.d_model, bias=config.bias)
         self.activation = lookup(ACTIVATIONS, config.activation, "activation")()
+        self.inner_norm = nn.Identity()
         self.down = Linear(4 * config.d_model, config.d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.down(self.activation(self.up(x))))
+        return self.dropout(self.down(self.inner_norm(self.activation(self.up(x)))))

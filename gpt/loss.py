@@ -23,7 +23,7 @@ class NextToken(nn.Module):
         self.model = model
 
     def forward(self, tokens):
-        x = self.model.final_norm(self.model.residual_stream(tokens[:, :-1]))
+        x = self.model.hidden(self.model.residual_stream(tokens[:, :-1]))
         multiple = 64 if x.is_cuda else 1  # tensor cores are fast for multiples of 64
         return HeadLoss.apply(x, self.model.token_embedding.weight, tokens[:, 1:], torch.is_grad_enabled(), multiple)
 

@@ -1,10 +1,14 @@
 """GPT: embed -> blocks -> final norm -> logits."""
 
+import math
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt.blocks import BLOCKS, make_norm
+from gpt.block import Block, make_norm, pointwise
+from gpt.blocks import BLOCKS
 from gpt.config import Mistake, ModelConfig, lookup
 from gpt.layers import Embedding
 from gpt.norms import NORMS
@@ -24,8 +28,14 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.token_embedding = Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = Embedding(config.context_length, config.d_model)
+        starts = {"gpt2": (0.02, 1.0), "fan_in": (1.0, 1 / config.d_model)}
+        std, self.head_scale = lookup(starts, config.start, "start")
+        self.token_embedding = Embedding(config.vocab_size, config.d_model, std)
+        self.position_embedding = Embedding(config.context_length, config.d_model, std)
+        self.embedding_scale = None
+        if pointwise(config):
+            scale = math.sqrt(config.d_model) if config.start == "gpt2" else 1.0
+            self.embedding_scale = nn.Parameter(torch.full((1,), scale))
         block = lookup(BLOCKS, config.norm, "placement")
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(1, config.n_layers + 1))
         final = self.blocks[-1].needs_final_norm if config.final_norm is None else config.final_norm
@@ -35,19 +45,26 @@ class GPT(nn.Module):
         return self.readout(self.residual_stream(tokens))
 
     def residual_stream(self, tokens, start: int = 0):
-        """(B, T) tokens at the positions from `start` on -> the (B, T, d_model) stream after the last block. Raises
-        Mistake for a position beyond the context."""
+        """(B, T) tokens at the positions from `start` on -> the stream after the last block, (B, T, d_model), or
+        (B, T, lanes, d_model) if the placement has several. Raises Mistake for a position beyond the context."""
         end = start + tokens.size(1)
         if end > self.config.context_length:
             raise Mistake(f"too many tokens ({end}). The context length is {self.config.context_length}.")
         x = self.token_embedding(tokens) + self.position_embedding.weight[start:end]
+        if self.embedding_scale is not None:
+            x = self.embedding_scale * x
+        x = cast(Block, self.blocks[0]).open(x)
         for block in self.blocks:
             x = block(x)
         return x
 
+    def hidden(self, x):
+        """The stream after the last block -> what the head multiplies by the embedding, (B, T, d_model)."""
+        return cast(Block, self.blocks[-1]).close(x, self.final_norm) * self.head_scale
+
     def readout(self, x):
-        """The stream (B, T, d_model) -> logits (B, T, vocab_size)."""
-        return F.linear(self.final_norm(x), self.token_embedding.weight)
+        """The stream after the last block -> logits (B, T, vocab_size)."""
+        return F.linear(self.hidden(x), self.token_embedding.weight)
 
     def count_parameters(self, part: str = "all") -> int:
         """The number of parameters in the whole model ("all") or in its normalization layers ("norm")."""

@@ -85,34 +85,97 @@ class LayerNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
-class RMSNorm(nn.Module):
-    """y = gamma * x / sqrt(mean(x^2) + eps): LayerNorm without the mean and the shift (Zhang and Sennrich 2019,
-    arXiv 1910.07467). Shapes and dtypes as LayerNorm's. It never has a bias: `bias` has no effect."""
+class LayerNormGain(LayerNorm):
+    """LayerNorm with a gain gamma and without a shift beta, whatever `bias` is."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__(width, eps, bias=False)
+
+
+class RMS(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps): RMSNorm without a gain. It has no parameters: `width` and `bias` have no effect.
+    Shapes and dtypes as LayerNorm's."""
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
         super().__init__()
         self.eps = eps
+
+    def forward(self, x):
+        return self.normalized(x).to(x.dtype)
+
+    def normalized(self, x):
+        x_float = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return x_float * (x_float.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+class RMSNorm(RMS):
+    """y = gamma * x / sqrt(mean(x^2) + eps): LayerNorm without the mean and the shift (Zhang and Sennrich 2019,
+    arXiv 1910.07467). It never has a bias: `bias` has no effect."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__(width, eps)
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        x_float = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        n = x_float * (x_float.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (n * self.weight).to(x.dtype)
+        return (self.normalized(x) * self.weight).to(x.dtype)
+
+
+class RMSNorm1p(RMS):
+    """y = (1 + w) * x / sqrt(mean(x^2) + eps), w = 0 at the start: RMSNorm that learns its gain's difference from 1
+    (Gemma, arXiv 2403.08295)."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__(width, eps)
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return (self.normalized(x) * (1 + self.weight)).to(x.dtype)
 
 
 class DyT(nn.Module):
-    """y = gamma * tanh(alpha x) + beta, alpha one learned number that starts at 0.5 (Zhu et al. 2025,
-    arXiv 2503.10622). It squashes each number by itself and needs no statistics: `eps` has no effect."""
+    """y = gamma * tanh(alpha x) + beta, alpha one learned number (Zhu et al. 2025, arXiv 2503.10622). It squashes each
+    number by itself and needs no statistics: `eps` has no effect. A small x stays small, so the model multiplies its
+    embeddings by a learned number. alpha starts at 1, and lower in rows wider than 1,024, but for attn_norm, as their
+    language models have it (without a beta)."""
+
+    pointwise = True
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
         super().__init__()
-        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.alpha = nn.Parameter(torch.ones(1))
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
+    def start_at(self, place: str):
+        """Start as the norm of this name in a block."""
+        nn.init.constant_(self.alpha, 1.0 if place == "attn_norm" else min(1.0, 1024 / len(self.weight)))
+
     def forward(self, x):
-        y = self.weight * torch.tanh(self.alpha * x)
+        y = self.weight * self.squashed(x)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
+    def squashed(self, x):
+        return torch.tanh(self.alpha * x)
 
-NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm, "dyt": DyT}
+
+class Derf(DyT):
+    """y = gamma * erf(alpha x + s) + beta: as DyT, with another squashing function, and s one learned number, 0 at the
+    start (Chen et al. 2025, arXiv 2512.10938)."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
+        super().__init__(width, eps, bias)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def squashed(self, x):
+        return torch.erf(self.alpha * x + self.shift)
+
+
+NORMS = {
+    "layernorm": LayerNorm,
+    "layernorm_gain": LayerNormGain,
+    "rmsnorm": RMSNorm,
+    "rmsnorm1p": RMSNorm1p,
+    "rms": RMS,
+    "dyt": DyT,
+    "derf": Derf,
+}

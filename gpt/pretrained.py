@@ -216,6 +216,8 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
     settings |= {"resid_pdrop": config.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     settings |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     weights, tensors = model.state_dict(), {}
+    for name in ("final_norm.weight", "final_norm.bias"):  # GPT-2's code has no scale of the head
+        weights |= {name: weights[name] * model.head_scale} if name in weights else {}
     for outer, (inner, turned) in table("gpt2", config.n_layers).items():
         # A model without biases is one whose biases are 0.
         tensor = weights[inner] if inner in weights else torch.zeros(len(weights[inner.replace("bias", "weight")]))
@@ -237,7 +239,8 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
 def target(config: ModelConfig, folder: str | Path) -> Path:
     """The folder that a model is exported to. Raises Mistake for an architecture that GPT-2's code does not compute,
     and for a folder in use."""
-    needed = {"norm": ("pre",), "norm_layer": ("layernorm",), "final_norm": (None, True)}
+    needed: dict[str, list] = {"norm": ["pre"], "norm_layer": ["layernorm"], "final_norm": [None, True]}
+    needed |= {"qk_norm": [None, False]}
     if unlike := [f"{name} {getattr(config, name)}" for name in needed if getattr(config, name) not in needed[name]]:
         raise Mistake(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
     path = Path(folder).resolve()

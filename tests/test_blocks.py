@@ -1,13 +1,16 @@
 """Each placement is its equation, with the norms and the start that it asks for."""
 
+import dataclasses
 import inspect
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from toys import TOY, toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, NORMS, ModelConfig
-from gpt.blocks import Block
+from gpt.block import Block
 from gpt.layers import Linear
 from gpt.loss import next_token_loss
 
@@ -25,19 +28,57 @@ def twice(step):
     return block
 
 
-# For each placement: whether a final norm follows, how many norms a block has, and its equation for block l of L.
+def hybrid(b, x, l, L):
+    y = x + b.attn(b.attn_norm(x)) if l == 1 else b.mlp_norm(x + b.attn(x))
+    return y + b.mlp(b.mlp_norm(y) if l == 1 else y)
+
+
+def resi_dual(b, x, l, L):
+    x, s = x.unbind(2)
+    for f, n in ((b.attn, b.attn_norm), (b.mlp, b.mlp_norm)):
+        x, s = n(x + f(x)), s + f(x)
+    return torch.stack((x, s), 2)
+
+
+def hyper(b, h, l, L):
+    for f, n, role in ((b.attn, b.attn_norm, "attn"), (b.mlp, b.mlp_norm, "mlp")):
+        r, m, w = (getattr(b, f"{role}_{name}") for name in ("read", "mix", "write"))
+        y = f(n(sum(r[i] * h[:, :, i] for i in range(4))))
+        lanes = [sum(m.view(4, 4)[i, j] * h[:, :, j] for j in range(4)) + w[i] * y for i in range(4)]
+        h = torch.stack(lanes, 2)
+    return h
+
+
+HEADS = TOY["n_heads"]
+# For each placement: whether a final norm follows; the norms' parameters of a block in units of the width d, of the
+# first block if it differs and of the others; and the equation of block l of L.
 TABLE = {
-    "pre": (True, 2, twice(lambda b, x, f, n, out, l, L: x + f(n(x)))),
-    "post": (False, 2, twice(lambda b, x, f, n, out, l, L: n(x + f(x)))),
-    "peri": (True, 4, twice(lambda b, x, f, n, out, l, L: x + out(f(n(x))))),
-    "reordered": (True, 2, twice(lambda b, x, f, n, out, l, L: x + n(f(x)))),
-    "none": (False, 0, twice(lambda b, x, f, n, out, l, L: x + f(x))),
-    "parallel": (True, 1, lambda b, x, l, L: x + b.attn(b.norm(x)) + b.mlp(b.norm(x))),
-    "deepnorm": (False, 2, twice(lambda b, x, f, n, out, l, L: n((2 * L) ** (1 / 4) * x + f(x)))),
-    "lns": (True, 2, twice(lambda b, x, f, n, out, l, L: x + f(n(x) / l**0.5))),
-    "rezero": (False, 0, twice(lambda b, x, f, n, out, l, L: x + b.s * f(x))),
-    "mix": (True, 2, twice(lambda b, x, f, n, out, l, L: n(x + f(x)) if l <= L / 4 else x + f(n(x)))),
-    "keel": (False, 4, twice(lambda b, x, f, n, out, l, L: out(2 * L * x + f(n(x))))),
+    "pre": (True, [4], twice(lambda b, x, f, n, out, l, L: x + f(n(x)))),
+    "post": (False, [4], twice(lambda b, x, f, n, out, l, L: n(x + f(x)))),
+    "peri": (True, [8], twice(lambda b, x, f, n, out, l, L: x + out(f(n(x))))),
+    "reordered": (True, [4], twice(lambda b, x, f, n, out, l, L: x + n(f(x)))),
+    "none": (False, [0], twice(lambda b, x, f, n, out, l, L: x + f(x))),
+    "parallel": (True, [2], lambda b, x, l, L: x + b.attn(b.norm(x)) + b.mlp(b.norm(x))),
+    "deepnorm": (False, [4], twice(lambda b, x, f, n, out, l, L: n((2 * L) ** (1 / 4) * x + f(x)))),
+    "lns": (True, [4], twice(lambda b, x, f, n, out, l, L: x + f(n(x) / l**0.5))),
+    "rezero": (False, [0], twice(lambda b, x, f, n, out, l, L: x + b.s * f(x))),
+    "mix": (True, [4], twice(lambda b, x, f, n, out, l, L: n(x + f(x)) if l <= L / 4 else x + f(n(x)))),
+    "keel": (False, [4, 8], twice(lambda b, x, f, n, out, l, L: out(2 * L * x + f(n(x))) if l > 1 else x + f(n(x)))),
+    "olmo2": (True, [4 + 2 / HEADS], twice(lambda b, x, f, n, out, l, L: x + n(f(x)))),
+    "neox": (True, [4], lambda b, x, l, L: x + b.attn(b.attn_norm(x)) + b.mlp(b.mlp_norm(x))),
+    "subln": (True, [4 + 2 + 8], twice(lambda b, x, f, n, out, l, L: x + f(n(x)))),
+    "b2t": (False, [4], lambda b, x, l, L: b.mlp_norm(x + (y := b.attn_norm(x + b.attn(x))) + b.mlp(y))),
+    "hybrid": (True, [4 + 2 / HEADS, 2 + 3 / HEADS], hybrid),
+    "sandwich": (True, [8], twice(lambda b, x, f, n, out, l, L: x + out(f(n(x))) / L**0.5)),
+    "depth_factor": (True, [4], twice(lambda b, x, f, n, out, l, L: x + f(n(x)) / L)),
+    "layerscale": (
+        True,
+        [4],
+        lambda b, x, l, L: (y := x + b.attn_scale * b.attn(b.attn_norm(x))) + b.mlp_scale * b.mlp(b.mlp_norm(y)),
+    ),
+    "gpas": (True, [4], twice(lambda b, x, f, n, out, l, L: (1 - F.silu(b.s)) * (x + f(n(x))))),
+    "resi_dual": (True, [4], resi_dual),
+    "hyper": (True, [4], hyper),
 }
 
 
@@ -46,11 +87,12 @@ def test_every_placement_has_its_row():
 
 
 @pytest.mark.parametrize("placement", BLOCKS)
-@pytest.mark.parametrize("n_layers", [1, 4])
+@pytest.mark.parametrize("n_layers", [4, 7])
 def test_norms_of_each_placement(placement, n_layers):
-    final, in_a_block, _ = TABLE[placement]
+    final, (first, *others), _ = TABLE[placement]
     model = toy_model(norm=placement, n_layers=n_layers)
-    assert model.count_parameters("norm") == (in_a_block * n_layers + final) * 2 * 32
+    in_blocks = first + (n_layers - 1) * (others or [first])[0]
+    assert model.count_parameters("norm") == (in_blocks + 2 * final) * 32
     assert hasattr(model.final_norm, "weight") == final
     for forced in (True, False):  # the setting goes over the placement's
         assert hasattr(toy_model(norm=placement, final_norm=forced).final_norm, "weight") == forced
@@ -62,7 +104,8 @@ def test_a_block_is_its_equation(placement, norm_layer):
     model = toy_model(norm=placement, norm_layer=norm_layer, n_layers=8)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(2, 5, 32)
+    x = model.blocks[0].open(torch.randn(2, 5, 32))
+    x = x + torch.randn_like(x)  # another for each lane
     for layer, block in enumerate(model.blocks, start=1):
         assert torch.allclose(block(x), TABLE[placement][2](block, x, layer, 8), atol=1e-5), layer
 
@@ -75,57 +118,103 @@ def test_one_backward_reaches_every_parameter(placement):
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-def test_placements_with_equal_parameters_start_from_equal_weights():
-    weights = {}
-    for placement in BLOCKS:
-        torch.manual_seed(3)
-        weights[placement] = GPT(ModelConfig(**TOY, norm=placement, branch_init="gpt2")).state_dict()
-    for placement in set(BLOCKS) - {"deepnorm"}:
-        for name in weights[placement].keys() & weights["pre"].keys():
-            assert torch.equal(weights[placement][name], weights["pre"][name]), (placement, name)
-    assert weights["pre"].keys() - weights["post"].keys() == {"final_norm.weight", "final_norm.bias"}
+@pytest.mark.parametrize("placement", BLOCKS)
+def test_placements_start_from_the_same_draws_and_at_the_common_start_from_the_same_weights(placement):
+    """Where names and shapes agree; deepnorm and subln have factors of their own."""
+    for start in ("gpt2", "fan_in"):
+        models = []
+        for each in ("pre", placement):
+            torch.manual_seed(7)
+            models.append(dict(GPT(ModelConfig(**TOY, norm=each, start=start)).named_parameters()))
+        pre, other = models
+        shared = [name for name in pre if name in other and pre[name].dim() > 1]
+        assert len(shared) == 2 + 4 * TOY["n_layers"]
+        for name in shared:
+            scale = other[name].norm(dim=-1, keepdim=True) / pre[name].norm(dim=-1, keepdim=True)
+            assert torch.allclose(pre[name] * scale, other[name], rtol=1e-5, atol=1e-8), name
+            assert start == "gpt2" or placement in GAINS or torch.equal(pre[name], other[name]), name
 
 
-@pytest.mark.parametrize("branch_init, branch_std", [("gpt2", 0.02 / (2 * 6) ** 0.5), ("plain", 0.02), ("zero", 0.0)])
-@pytest.mark.parametrize("placement", [name for name in BLOCKS if name not in ("deepnorm", "rezero")])
-def test_standard_deviations_at_the_start(placement, branch_init, branch_std):
-    model = GPT(ModelConfig(norm=placement, n_layers=6, branch_init=branch_init))
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            assert torch.equal(parameter, torch.full_like(parameter, float("norm.weight" in name))), name
-        else:
-            wanted = branch_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02
-            assert parameter.std().item() == pytest.approx(wanted, rel=0.02), name
+def stds_of(block, d):
+    """The standard deviations of the matrices of a block: queries and keys, values, out, up, down."""
+    queries_and_keys, values = block.attn.qkv.weight.split([2 * d, d])
+    matrices = queries_and_keys, values, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight
+    return [weight.std().item() for weight in matrices]
+
+
+L, D = 6, 128
+GAINS = {"deepnorm": (8 * L) ** -0.25, "subln": math.log(2 * L) ** 0.5}
+GPT2 = (0.02, 0.02, 0.02 / (2 * L) ** 0.5, 0.02, 0.02 / (2 * L) ** 0.5)
+PLAIN = (0.02,) * 5
+FAN_IN = tuple(n**-0.5 for n in (D, D, D, D, 4 * D))
+XAVIER = tuple((2 / n) ** 0.5 for n in (2 * D, 2 * D, 2 * D, 5 * D, 5 * D))
+OWN = dict.fromkeys(BLOCKS, PLAIN) | dict.fromkeys(
+    ["pre", "peri", "none", "neox", "hybrid", "keel", "gpas", "hyper"], GPT2
+)
+OWN |= dict.fromkeys(["rezero", "deepnorm", "subln"], XAVIER)
+OWN["parallel"] = tuple(std * factor for std, factor in zip(FAN_IN, (1, 1, 2 / L, 1, 2 / L)))
 
 
 @pytest.mark.parametrize("placement", BLOCKS)
-def test_the_start_a_placement_asks_for(placement):
-    """GPT-2's 0.02/sqrt(2 L) on branch outputs, but for lns, which asks for 0.02, and deepnorm (below)."""
-    L, d = 12, 128
-    beta = (8 * L) ** -0.25 if placement == "deepnorm" else 1.0
-    branch = 0.02 if placement in ("lns", "deepnorm") else 0.02 / (2 * L) ** 0.5
-    block = GPT(ModelConfig(norm=placement, n_layers=L, d_model=d)).blocks[L - 1]
-    queries_and_keys, values = block.attn.qkv.weight.split([2 * d, d])
-    for weight, std in (
-        (queries_and_keys, 0.02),
-        (values, 0.02 * beta),
-        (block.attn.out.weight, branch * beta),
-        (block.mlp.up.weight, 0.02 * beta),
-        (block.mlp.down.weight, branch * beta),
-    ):
-        assert weight.std().item() == pytest.approx(std, rel=0.02)
+def test_how_a_placement_starts(placement):
+    """By itself as its source says, or as GPT-2; at the common start matrices N(0, 1/fan_in) and embeddings N(0, 1)."""
+    gain = GAINS.get(placement, 1.0)
+    for start, stds, embedding in (("gpt2", OWN[placement], 0.02), ("fan_in", FAN_IN, 1.0)):
+        for branch_init, factor in ((None, None), ("plain", 1.0), ("gpt2", (2 * L) ** -0.5), ("zero", 0.0)):
+            model = GPT(ModelConfig(norm=placement, n_layers=L, d_model=D, start=start, branch_init=branch_init))
+            expected = [std * factor for std, factor in zip(stds, (1, gain, gain, gain, gain))]
+            if factor is not None:
+                base = {GPT2: PLAIN, OWN["parallel"]: FAN_IN}.get(stds, stds)
+                expected = [std * by for std, by in zip(base, (1, gain, gain * factor, gain, gain * factor))]
+            assert stds_of(model.blocks[L - 1], D) == pytest.approx(expected, rel=0.02)
+            for table in (model.token_embedding, model.position_embedding):
+                assert table.weight.std().item() == pytest.approx(embedding, rel=0.02)
+            for name, parameter in model.named_parameters():
+                if name.endswith(("norm.weight", "bias")):
+                    assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("norm.weight"))))
+
+
+def test_the_scales_that_layerscale_starts_from():
+    """The table of arXiv 2103.17239: smaller for deeper models."""
+    for n_layers, scale in ((18, 0.1), (24, 1e-5), (36, 1e-6)):
+        block = BLOCKS["layerscale"](ModelConfig(n_layers=n_layers, d_model=4), 1)
+        assert torch.equal(block.mlp_scale, torch.full((4,), scale))
+
+
+@torch.no_grad()
+def test_hyper_connections_start_as_pre_ln():
+    """Each lane is its stream, and the final norm undoes that the head reads four of them."""
+    logits = []
+    for placement in ("pre", "hyper"):
+        torch.manual_seed(0)
+        logits.append(GPT(ModelConfig(**TOY, norm=placement, start="fan_in", norm_eps=1e-12)).double()(toy_tokens()))
+    assert torch.allclose(*logits, atol=1e-10) and logits[0].std() > 0.1
+
+
+@torch.no_grad()
+def test_resi_dual_is_post_ln_and_the_norm_of_all_branches():
+    model = toy_model(norm="resi_dual").double()
+    x, s = model.residual_stream(toy_tokens()).unbind(2)
+    expected = (x + model.final_norm(s)) * model.head_scale
+    assert torch.allclose(model.hidden(model.residual_stream(toy_tokens())), expected)
+    post = GPT(dataclasses.replace(model.config, norm="post")).double()
+    post.load_state_dict(model.state_dict(), strict=False)
+    assert torch.allclose(post.residual_stream(toy_tokens()), x)
 
 
 def test_deepnorms_constants():
     for n_layers in (1, 3, 12, 100):
         block = BLOCKS["deepnorm"](ModelConfig(n_layers=n_layers, d_model=4), 1)
-        assert block.a * (8 * n_layers) ** -0.25 == pytest.approx(0.5**0.5)
-    assert BLOCKS["deepnorm"](ModelConfig(n_layers=12), 1).a == pytest.approx(2.21336, abs=1e-5)
+        assert block.a * block.gain(n_layers) == pytest.approx(0.5**0.5)
+    block = BLOCKS["deepnorm"](ModelConfig(n_layers=12), 1)
+    assert (block.a, block.gain(12)) == pytest.approx((2.21336, 0.31947), abs=1e-5)
 
 
 def test_mix_of_twelve_blocks_is_three_post_and_nine_pre():
     names = [type(block).__name__ for block in GPT(ModelConfig(norm="mix", n_layers=12)).blocks]
     assert names == ["PostLN"] * 3 + ["PreLN"] * 9
+    for n_layers in (1, 2, 3):  # never silently pre
+        assert type(BLOCKS["mix"](ModelConfig(n_layers=n_layers), 1)).__name__ == "PostLN"
 
 
 def test_a_placement_is_one_class_below_block():

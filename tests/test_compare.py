@@ -13,7 +13,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
 from toys import TOY, TOY_RUN, as_flags, call, records, toy_config
 
 import compare
@@ -503,19 +502,3 @@ def test_a_mistake_is_one_line_and_nothing_is_written(here, capsys, words, value
     status, out, err = call(compare, *command, capsys=capsys)
     assert (status, out) == (2, "") and value in err and remedy in err and err.count("\n") == 1, err
     assert sorted(here.rglob("*")) == before
-
-
-@pytest.mark.parametrize("placement", BLOCKS)
-def test_placements_start_from_the_same_weights_where_names_and_shapes_agree(placement):
-    """deepnorm and lns start some rows at another scale, from the same draws."""
-    models = []
-    for each in ("pre", placement):
-        torch.manual_seed(7)
-        models.append(dict(GPT(ModelConfig(**TOY, norm=each)).named_parameters()))
-    pre, other = models
-    shared = [name for name in pre if name in other and pre[name].dim() > 1]
-    assert len(shared) == 2 + 4 * TOY["n_layers"]
-    for name in shared:
-        scale = other[name].norm(dim=-1, keepdim=True) / pre[name].norm(dim=-1, keepdim=True)
-        assert torch.allclose(pre[name] * scale, other[name], rtol=1e-5, atol=1e-8), name
-        assert placement in ("deepnorm", "lns") or torch.equal(pre[name], other[name]), name

@@ -156,10 +156,13 @@ def test_pre_ln_logits_ignore_the_scale_of_the_last_stream_only_with_the_final_n
 def test_with_zero_branches_a_stack_is_the_identity_or_its_norms(placement):
     """The identity bit for bit, at any depth, where nothing stands on the main path; else only norms are left."""
     blocks = GPT(ModelConfig(norm=placement, branch_init="zero", n_layers=12, n_heads=2, d_model=32)).blocks
-    x = y = torch.randn(2, 7, 32)
+    x = y = blocks[0].open(torch.randn(2, 7, 32))
     for block in blocks:
         y = block(y)
-    if placement in ("post", "deepnorm", "mix", "keel"):
+    if placement == "resi_dual":
+        (x, sum_of_branches), (y, same) = x.unbind(2), y.unbind(2)
+        assert torch.equal(sum_of_branches, same)
+    if placement in ("post", "deepnorm", "mix", "keel", "b2t", "hybrid", "resi_dual"):
         assert torch.allclose(y, LayerNorm(32)(x), atol=1e-3) and not torch.allclose(y, x, atol=0.01)
     else:
         assert torch.equal(y, x)

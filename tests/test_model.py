@@ -63,7 +63,7 @@ def test_the_stream_starts_as_the_sum_of_both_embeddings():
 def test_the_head_is_the_token_embedding():
     model, tokens = toy_model(), toy_tokens()
     assert not any("head" in name for name, _ in model.named_parameters())
-    x = model.final_norm(model.residual_stream(tokens))
+    x = model.hidden(model.residual_stream(tokens))
     assert torch.allclose(model(tokens), x @ model.token_embedding.weight.T)
 
 

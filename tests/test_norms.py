@@ -163,7 +163,7 @@ def test_rms_norm_forgets_the_scale_and_layer_norm_the_shift_too():
 
 def test_dyt_is_a_scaled_tanh():
     norm, x = NORMS["dyt"](8), torch.randn(3, 8)
-    assert torch.allclose(norm(x), torch.tanh(0.5 * x))
+    assert torch.allclose(norm(x), torch.tanh(x))
     norm.alpha.data, norm.weight.data, norm.bias.data = torch.tensor([2.0]), torch.full((8,), 3.0), torch.ones(8)
     assert torch.allclose(norm(x), 3 * torch.tanh(2 * x) + 1)
     assert "bias" not in dict(NORMS["dyt"](8, bias=False).named_parameters())

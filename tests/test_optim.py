@@ -21,7 +21,8 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(norm, optimizer
     groups = parameter_groups(model, toy_config(optimizer=optimizer, weight_decay=0.3))
     grouped = [id(p) for group in groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) and set(grouped) == {id(p) for p in model.parameters()}
-    vectors = {id(p) for name, p in model.named_parameters() if "norm" in name or name.endswith(("bias", ".s"))}
+    matrices = tuple(f"{name}.weight" for name in ("embedding", "qkv", "out", "up", "down"))
+    vectors = {id(p) for name, p in model.named_parameters() if not name.endswith(matrices)}
     assert vectors == {id(p) for p in groups[-1]["params"]} and groups[-1]["weight_decay"] == 0
     assert {group["weight_decay"] for group in groups[:-1]} == {0.3}
     hidden = {id(p) for p in model.blocks.parameters() if p.dim() == 2}

@@ -153,12 +153,10 @@ TOY_RUN = TOY | {"batch_size": 4, "eval_every": 4, "log_every": 1, "warmup_steps
 def toy_model(seed=0, **settings) -> GPT:
     """A small GPT whose weights, unlike the usual ones, are large enough for every part to matter."""
     torch.manual_seed(seed)
-    model = GPT(ModelConfig(**TOY | {"vocab_size": 61} | settings))
+    model = GPT(ModelConfig(**TOY | {"vocab_size": 61, "start": "fan_in"} | settings))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=parameter.size(1) ** -0.5)
-            elif parameter.numel() == 1:
+            if parameter.numel() == 1:
                 parameter.fill_(0.5)
     return model
 

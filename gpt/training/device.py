@@ -83,7 +83,7 @@ class LinearByColumns(torch.nn.Linear):
 
 class GPTByColumns(GPT):
     def readout(self, x):
-        return by_columns(self.final_norm(x), self.token_embedding.weight)
+        return by_columns(self.hidden(x), self.token_embedding.weight)
 
 
 def for_sampling(model: GPT, compute: Compute) -> GPT:

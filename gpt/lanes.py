@@ -1,0 +1,71 @@
+"""Placements whose stream has several lanes, (B, T, lanes, C): the first block opens them, the last one closes them."""
+
+import torch
+from torch import nn
+
+from gpt.block import Block
+from gpt.config import ModelConfig
+
+
+class ResiDual(Block):
+    """Two lanes, both the embedding at first: post-LN, x <- norm(x + y), y = f(x), and the sum of all branches without
+    a norm, s <- s + y. The head reads x + norm(s) (Xie et al. 2023, arXiv 2304.14802)."""
+
+    branch_init = "plain"
+    wants_warmup = True
+
+    def open(self, x):
+        return torch.stack((x, x), dim=2)
+
+    def forward(self, x):
+        x, s = x.unbind(2)
+        for f, norm in ((self.attn, self.attn_norm), (self.mlp, self.mlp_norm)):
+            y = f(x)
+            x, s = norm(x + y), s + y
+        return torch.stack((x, s), dim=2)
+
+    def close(self, x, final_norm):
+        x, s = x.unbind(2)
+        return x + final_norm(s)
+
+
+class HyperConnections(Block):
+    """Four lanes h_i, all the embedding at first. A branch reads a mix of them, x = sum_i r_i h_i, and writes into all:
+    h_i <- sum_j m_ij h_j + w_i f(norm(x)). The head reads the norm of their sum (Zhu et al. 2024, arXiv 2409.19606, the
+    static form). r, m and w are learned. At the start each sublayer reads the next lane, m is the unit matrix and w is
+    1, so that the model is pre-LN."""
+
+    lanes = 4
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        for role, sublayer in (("attn", 2 * layer - 2), ("mlp", 2 * layer - 1)):
+            # Vectors, so that they are not taken for matrices of a branch: these decay, and are trained by Muon.
+            starts = {"read": torch.eye(4)[sublayer % 4], "mix": torch.eye(4).flatten(), "write": torch.ones(4)}
+            for name, start in starts.items():
+                setattr(self, f"{role}_{name}", nn.Parameter(start))
+
+    def open(self, x):
+        return x.unsqueeze(2).repeat(1, 1, self.lanes, 1)
+
+    def forward(self, x):
+        x = mixed(x, self.attn_mix) + written(self.attn(self.attn_norm(read(x, self.attn_read))), self.attn_write)
+        return mixed(x, self.mlp_mix) + written(self.mlp(self.mlp_norm(read(x, self.mlp_read))), self.mlp_write)
+
+    def close(self, x, final_norm):
+        return final_norm(x.sum(2))
+
+
+def read(h, r):
+    """Lanes (B, T, n, C) and weights (n,) -> their weighted sum, (B, T, C)."""
+    return torch.einsum("n,btnc->btc", r, h)
+
+
+def mixed(h, m):
+    """Lanes (B, T, n, C) and weights (n * n,) -> n weighted sums of them."""
+    return torch.einsum("mn,btnc->btmc", m.view(h.size(2), -1), h)
+
+
+def written(y, w):
+    """A branch's output (B, T, C) and weights (n,) -> what each lane gets of it, (B, T, n, C)."""
+    return y.unsqueeze(2) * w[:, None]
