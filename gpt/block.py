@@ -89,11 +89,16 @@ class Block(nn.Module):
         draw(self.mlp.up.weight, std(d, 4 * d) * gain)
         draw(self.mlp.down.weight, std(4 * d, d) * gain / divisor)
 
+    # Where the stream has several lanes, (B, T, lanes, C), a placement says how they begin, are measured and end.
+
     def open(self, x):
-        """What the first block reads, of the sum of the embeddings (B, T, C): a stream of several lanes is
-        (B, T, lanes, C)."""
+        """The sum of the embeddings (B, T, C) -> the stream before the first block."""
+        return x
+
+    def measured(self, x):
+        """The stream -> what the probe measures of it, (B, T, C)."""
         return x
 
     def close(self, x, final_norm):
-        """What the head reads, (B, T, C), of the stream after the last block."""
+        """The stream after the last block -> what the head reads, (B, T, C)."""
         return final_norm(x)

@@ -7,7 +7,7 @@ import math
 
 from gpt.block import Block
 from gpt.config import ModelConfig
-from gpt.lanes import HyperConnections, ResiDual
+from gpt.lanes import HyperConnections, ResiDual, mhc
 from gpt.scaled import GPAS, DeepNorm, DepthFactor, Keel, LayerScale, LNScaling, ReZero, Sandwich
 
 
@@ -174,4 +174,5 @@ BLOCKS = {
     "gpas": GPAS,
     "resi_dual": ResiDual,
     "hyper": HyperConnections,
+    "mhc": mhc,
 }

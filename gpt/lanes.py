@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from gpt.block import Block
 from gpt.config import ModelConfig
@@ -23,6 +24,9 @@ class ResiDual(Block):
             y = f(x)
             x, s = norm(x + y), s + y
         return torch.stack((x, s), dim=2)
+
+    def measured(self, x):
+        return x[:, :, 0]  # what the branches read
 
     def close(self, x, final_norm):
         x, s = x.unbind(2)
@@ -49,23 +53,62 @@ class HyperConnections(Block):
         return x.unsqueeze(2).repeat(1, 1, self.lanes, 1)
 
     def forward(self, x):
-        x = mixed(x, self.attn_mix) + written(self.attn(self.attn_norm(read(x, self.attn_read))), self.attn_write)
-        return mixed(x, self.mlp_mix) + written(self.mlp(self.mlp_norm(read(x, self.mlp_read))), self.mlp_write)
+        y = self.attn(self.attn_norm(summed(x, self.attn_read)))
+        x = mixed(x, self.attn_mix) + written(y, self.attn_write)
+        y = self.mlp(self.mlp_norm(summed(x, self.mlp_read)))
+        return mixed(x, self.mlp_mix) + written(y, self.mlp_write)
+
+    def measured(self, x):
+        return x.mean(2)
 
     def close(self, x, final_norm):
         return final_norm(x.sum(2))
 
 
-def read(h, r):
+def summed(x, r):
     """Lanes (B, T, n, C) and weights (n,) -> their weighted sum, (B, T, C)."""
-    return torch.einsum("n,btnc->btc", r, h)
+    return torch.einsum("n,btnc->btc", r, x)
 
 
-def mixed(h, m):
+def mixed(x, m):
     """Lanes (B, T, n, C) and weights (n * n,) -> n weighted sums of them."""
-    return torch.einsum("mn,btnc->btmc", m.view(h.size(2), -1), h)
+    return torch.einsum("mn,btnc->btmc", m.view(x.size(2), -1), x)
 
 
 def written(y, w):
     """A branch's output (B, T, C) and weights (n,) -> what each lane gets of it, (B, T, n, C)."""
     return y.unsqueeze(2) * w[:, None]
+
+
+class Sigmoid(nn.Module):
+    """Learned numbers -> numbers from 0 to `most`."""
+
+    def __init__(self, most: float):
+        super().__init__()
+        self.most = most
+
+    def forward(self, w):
+        return self.most * w.sigmoid()
+
+
+class DoublyStochastic(nn.Module):
+    """Learned numbers (n * n,) -> a matrix of positive numbers, flattened, in which each row and each column adds up to
+    1: exp, then all columns and all rows are divided by their sums, 20 times (Sinkhorn and Knopp 1967)."""
+
+    def forward(self, w):
+        logits = w.view(round(w.numel() ** 0.5), -1)
+        for _ in range(20):
+            logits = logits - logits.logsumexp(0, keepdim=True)
+            logits = logits - logits.logsumexp(1, keepdim=True)
+        return logits.exp().flatten()
+
+
+def mhc(config: ModelConfig, layer: int) -> Block:
+    """Hyper-connections on a manifold: m is doubly stochastic, so that mixing leaves the mean of the lanes as it is; r is
+    between 0 and 1, w between 0 and 2 (Xie et al. 2025, arXiv 2512.24880; here also in the static form)."""
+    block = HyperConnections(config, layer)
+    for role in ("attn", "mlp"):
+        register_parametrization(block, f"{role}_read", Sigmoid(1.0))
+        register_parametrization(block, f"{role}_mix", DoublyStochastic())
+        register_parametrization(block, f"{role}_write", Sigmoid(2.0))
+    return block

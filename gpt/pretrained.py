@@ -170,8 +170,7 @@ def _tensors(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
             tensor = file.get_tensor(name)
         if tensor.dtype not in FLOATS:
             raise _unusable(folder, f"{name} has numbers of type {tensor.dtype}", "Name weights in float32 or float16.")
-        if turned and tensor.dim() == 2:
-            tensor = tensor.t()
+        tensor = tensor.t() if turned and tensor.dim() == 2 else tensor
         weights[inner] = torch.empty(tensor.shape).copy_(tensor)  # so that nothing is written to the file's own pages
         if not weights[inner].isfinite().all():
             raise _unusable(folder, f"{name} has numbers that are not finite", "Get sound weights.")
@@ -209,18 +208,17 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
     AutoTokenizer open. Raises Mistake as `target` does; Failure if the disk does not take it."""
     config, path = model.config, target(model.config, folder)
     end_of_text = None if tokenizer is None else tokenizer.end_of_text
-    activations = {name: outer for outer, name in ACTIVATIONS["gpt2"].items()}
+    names = {name: outer for outer, name in ACTIVATIONS["gpt2"].items()}
     settings = {outer: getattr(config, name) for name, outer in SETTINGS.items()}
-    settings |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
-    settings |= {"vocab_size": config.vocab_size, "activation_function": activations[config.activation]}
-    settings |= {"resid_pdrop": config.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    settings |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    settings |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "embd_pdrop": 0.0}
+    settings |= {"vocab_size": config.vocab_size, "activation_function": names[config.activation], "attn_pdrop": 0.0}
+    settings |= {"resid_pdrop": config.dropout, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
     weights, tensors = model.state_dict(), {}
-    for name in ("final_norm.weight", "final_norm.bias"):  # GPT-2's code has no scale of the head
-        weights |= {name: weights[name] * model.head_scale} if name in weights else {}
     for outer, (inner, turned) in table("gpt2", config.n_layers).items():
         # A model without biases is one whose biases are 0.
         tensor = weights[inner] if inner in weights else torch.zeros(len(weights[inner.replace("bias", "weight")]))
+        if inner.startswith("final_norm."):  # GPT-2's code has no scale of the head
+            tensor = tensor * model.head_scale
         tensors[f"transformer.{outer}"] = (tensor.t() if turned else tensor).contiguous()
     files: dict[str, dict] = {"config.json": settings}
     if tokenizer is not None:
@@ -239,8 +237,7 @@ def export(model: GPT, folder: str | Path, tokenizer=None):
 def target(config: ModelConfig, folder: str | Path) -> Path:
     """The folder that a model is exported to. Raises Mistake for an architecture that GPT-2's code does not compute,
     and for a folder in use."""
-    needed: dict[str, list] = {"norm": ["pre"], "norm_layer": ["layernorm"], "final_norm": [None, True]}
-    needed |= {"qk_norm": [None, False]}
+    needed = {"norm": ("pre",), "norm_layer": ("layernorm",), "final_norm": (None, True), "qk_norm": (None, False)}
     if unlike := [f"{name} {getattr(config, name)}" for name in needed if getattr(config, name) not in needed[name]]:
         raise Mistake(f"GPT-2 has no such block ({', '.join(unlike)}). Only pre with layernorm can be exported.")
     path = Path(folder).resolve()

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from toys import TOY, toy_model, toy_tokens
+from toys import PAIRS, TOY, toy_model, toy_tokens
 
-from gpt import BLOCKS, GPT, NORMS, ModelConfig
+from gpt import BLOCKS, GPT, ModelConfig
 from gpt.block import Block
 from gpt.layers import Linear
 from gpt.loss import next_token_loss
@@ -79,6 +79,7 @@ TABLE = {
     "gpas": (True, [4], twice(lambda b, x, f, n, out, l, L: (1 - F.silu(b.s)) * (x + f(n(x))))),
     "resi_dual": (True, [4], resi_dual),
     "hyper": (True, [4], hyper),
+    "mhc": (True, [4], hyper),
 }
 
 
@@ -98,8 +99,7 @@ def test_norms_of_each_placement(placement, n_layers):
         assert hasattr(toy_model(norm=placement, final_norm=forced).final_norm, "weight") == forced
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
-@pytest.mark.parametrize("norm_layer", NORMS)
+@pytest.mark.parametrize("placement, norm_layer", PAIRS)
 def test_a_block_is_its_equation(placement, norm_layer):
     model = toy_model(norm=placement, norm_layer=norm_layer, n_layers=8)
     for parameter in model.parameters():
@@ -110,9 +110,9 @@ def test_a_block_is_its_equation(placement, norm_layer):
         assert torch.allclose(block(x), TABLE[placement][2](block, x, layer, 8), atol=1e-5), layer
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
-def test_one_backward_reaches_every_parameter(placement):
-    model, tokens = toy_model(norm=placement), toy_tokens()
+@pytest.mark.parametrize("placement, norm_layer", PAIRS)
+def test_one_backward_reaches_every_parameter(placement, norm_layer):
+    model, tokens = toy_model(norm=placement, norm_layer=norm_layer, qk_norm=True), toy_tokens()
     next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
@@ -149,7 +149,7 @@ PLAIN = (0.02,) * 5
 FAN_IN = tuple(n**-0.5 for n in (D, D, D, D, 4 * D))
 XAVIER = tuple((2 / n) ** 0.5 for n in (2 * D, 2 * D, 2 * D, 5 * D, 5 * D))
 OWN = dict.fromkeys(BLOCKS, PLAIN) | dict.fromkeys(
-    ["pre", "peri", "none", "neox", "hybrid", "keel", "gpas", "hyper"], GPT2
+    ["pre", "peri", "none", "neox", "hybrid", "keel", "gpas", "hyper", "mhc"], GPT2
 )
 OWN |= dict.fromkeys(["rezero", "deepnorm", "subln"], XAVIER)
 OWN["parallel"] = tuple(std * factor for std, factor in zip(FAN_IN, (1, 1, 2 / L, 1, 2 / L)))
@@ -192,6 +192,20 @@ def test_hyper_connections_start_as_pre_ln():
 
 
 @torch.no_grad()
+def test_on_the_manifold_mixing_keeps_the_mean_of_the_lanes():
+    block = BLOCKS["mhc"](ModelConfig(**TOY), 1)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    m = block.mlp_mix.view(4, 4)
+    assert (m > 0).all() and torch.allclose(m.sum(0), torch.ones(4), atol=1e-3) and torch.allclose(m.sum(1), torch.ones(4))
+    assert (block.mlp_read > 0).all() and (block.mlp_read < 1).all() and 1 < block.mlp_write.max() < 2
+    torch.nn.init.zeros_(block.mlp.down.weight), torch.nn.init.zeros_(block.mlp.down.bias)
+    torch.nn.init.zeros_(block.attn.out.weight), torch.nn.init.zeros_(block.attn.out.bias)
+    x = torch.randn(2, 5, 4, 32)
+    assert torch.allclose(block(x).mean(2), x.mean(2), atol=1e-3) and not torch.allclose(block(x), x, atol=0.1)
+
+
+@torch.no_grad()
 def test_resi_dual_is_post_ln_and_the_norm_of_all_branches():
     model = toy_model(norm="resi_dual").double()
     x, s = model.residual_stream(toy_tokens()).unbind(2)
@@ -220,7 +234,8 @@ def test_mix_of_twelve_blocks_is_three_post_and_nine_pre():
 def test_a_placement_is_one_class_below_block():
     for make in BLOCKS.values():
         block = make(ModelConfig(), 1)
-        assert type(block).__bases__ == (Block,) and [*inspect.signature(block.forward).parameters] == ["x"]
+        ours = [each for each in type(block).__mro__ if each.__module__.startswith("gpt.")]
+        assert len(ours) == 2 and ours[1] is Block and [*inspect.signature(block.forward).parameters] == ["x"]
     assert "forward" not in vars(Block)
 
 

@@ -11,6 +11,7 @@ MEASURES = ("stream", "attn", "mlp", "ratio", "cosine", "stream_grad", "mlp_grad
 
 # The measures of a depth profile that are drawn.
 SHOWN = {"stream": "root mean square of the stream", "stream_grad": "norm of the gradient at the stream"}
+STACK_SHOWN = SHOWN | {"cosine": "cosine with the input"}  # of a random stack
 
 
 def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
@@ -23,7 +24,8 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
     stream_grad  norm of the loss's gradient with respect to the stream before the block
     mlp_grad     norm of the loss's gradient with respect to the MLP's last matrix
 
-    Each is a list of L numbers. A measure that some block does not have is left out: a branch that is not there or puts
+    Each is a list of L numbers. Of a stream of several lanes the first three are of what `Block.measured` takes of them, the
+    gradient of all. A measure that some block does not have is left out: a branch that is not there or puts
     out more than a tensor, a change between streams of different shapes. The model keeps its mode and its weights, and
     has no gradients afterwards.
     """
@@ -33,14 +35,14 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
         (x,), place = inputs, {}
         places.append(place)
         if isinstance(x, torch.Tensor):
-            place["before"] = x.detach().clone()  # a block may change it in place
+            place["before"] = block.measured(x.detach()).clone()  # a block may change it in place
             if x.requires_grad:
                 x.register_hook(lambda grad: place.update(stream_grad=grad.float().norm()))
 
     def leave(block, inputs, output):
         before = places[-1].pop("before", None)
         if isinstance(output, torch.Tensor):
-            output = output.detach()
+            output = block.measured(output.detach())
             places[-1]["stream"] = _rms(output)
             if before is not None and before.shape == output.shape:
                 places[-1]["ratio"] = _rms(output - before) / _rms(before)
@@ -81,10 +83,11 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
     return profile
 
 
-def panels_of(profiles: dict[str, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
-    """The panels of plots.depth_lines for {time: {line's name: depth profile}}, without what a profile lacks."""
+def panels_of(profiles: dict[str, dict[str, dict]], shown: dict[str, str] = SHOWN) -> dict[str, dict[str, list[float]]]:
+    """The panels of plots.depth_lines for {time: {line's name: depth profile}}, of the measures in `shown`, without
+    those that a profile lacks."""
     panels = {}
-    for key, text in SHOWN.items():
+    for key, text in shown.items():
         for time, by_name in profiles.items():
             if lines := {name: profile[key] for name, profile in by_name.items() if key in profile}:
                 panels[f"{text} {time}".strip()] = lines
@@ -96,20 +99,28 @@ def random_stack(depth=12, gain=0.7, norm=False, residual=False, width=256, seed
     so that it multiplies the scale of x by about `gain`. With `norm`, f normalizes its output, or its input if there is
     a residual.
 
-    Returns the root mean square of x ("stream") and its cosine with the first x ("cosine") at depths 0 to `depth`.
+    Returns lists of depth + 1 numbers, from the input on: the root mean square of x ("stream"); its cosine with the
+    input ("cosine"), mean over rows; and the norm of the gradient at x of a random linear function of the last x,
+    divided by that norm at the last x ("stream_grad").
     """
     generator = torch.Generator().manual_seed(seed)
-    x = first = torch.randn(256, width, generator=generator, dtype=torch.float64)
-    profile = {"stream": [float(_rms(x))], "cosine": [1.0]}
+    x = torch.randn(256, width, generator=generator, dtype=torch.float64, requires_grad=True)
+    streams = [x]
     for _ in range(depth):
         weight = torch.randn(width, width, generator=generator, dtype=torch.float64) * gain / width**0.5
         if residual:
             x = x + (_normalized(x) if norm else x) @ weight
         else:
             x = _normalized(x @ weight) if norm else x @ weight
-        profile["stream"].append(float(_rms(x)))
-        profile["cosine"].append(float(F.cosine_similarity(x, first, dim=-1).mean()))
-    return profile
+        streams.append(x)
+    direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad(x, streams, direction)
+    first, *_ = streams = [x.detach() for x in streams]
+    return {
+        "stream": [float(_rms(x)) for x in streams],
+        "cosine": [float(F.cosine_similarity(x, first, dim=-1).mean()) for x in streams],
+        "stream_grad": [float(gradient.norm() / direction.norm()) for gradient in gradients],
+    }
 
 
 def _number(value) -> float:

@@ -26,15 +26,15 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 
 
 @plain
-def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Path, start: int = 1, counted="block"):
-    """One log-scaled panel for each entry, {what is measured: {line's name: values by depth}}, saved to `path`.
-    `start` is the depth of the first value; depth is `counted` in blocks or layers."""
+def depth_lines(panels: dict[str, dict[str, list[float]]], title: str, path: Path, start=1, counted="block", linear=()):
+    """One log-scaled panel for each entry, {what is measured: {line's name: values by depth}}, saved to `path`. Panels
+    in `linear` are not log-scaled. `start` is the depth of the first value; depth is `counted` in blocks or layers."""
     figure, axes = _panels(panels, title)
-    for axis, lines in zip(axes, panels.values()):
+    for axis, (measured, lines) in zip(axes, panels.items()):
         for number, (name, values) in enumerate(lines.items()):
             depths = range(start, start + len(values))
             axis.plot(depths, values, marker="o", label=name, **_look(number))
-        axis.set(xlabel=counted, yscale="log")
+        axis.set(xlabel=counted, yscale="linear" if measured in linear else "log")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_xticks([depth for depth in axis.get_xticks() if start <= depth <= depths[-1]])
         _name_lines(axis)
