@@ -1,4 +1,4 @@
-"""Signal and gradient by depth: python probe.py pre post peri none --n-layers 24, or a run folder, or stack."""
+"""Signal and gradient by depth: python probe.py pre post peri keel --start fan_in, or a run folder, or stack."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ from gpt.training.run import checkpoints
 from gpt.training.settings import MODEL_SETTINGS, TrainConfig, assumed, from_weights, hint
 
 DEPTH = 24  # blocks by default: enough to see where placements differ
-STACKS = {  # the lesson's twelve random layers
+STACKS = {  # the lesson's twelve random layers; a number is the factor of each layer, 0.7 or 1.3
     "plain 0.7": {"gain": 0.7},
     "plain 1.3": {"gain": 1.3},
     "norm": {"gain": 1.3, "norm": True},
@@ -116,7 +116,7 @@ def probe(flags: dict):
 def draw(profiles: dict, records: list[dict], title: str, out: Path, start: int, counted: str):
     """Draw the profiles or, of a run that was probed along training, its records."""
     from gpt.study import plots
-    from gpt.study.depth import SHOWN, panels_of
+    from gpt.study.depth import SHOWN, STACK_SHOWN, panels_of
 
     if records:
         steps = [record["step"] for record in records]
@@ -124,7 +124,8 @@ def draw(profiles: dict, records: list[dict], title: str, out: Path, start: int,
         by_step = {text: (steps, [record[key] for record in records]) for key, text in shown.items()}
         plots.depth_by_step(by_step, f"{title}, along training", out)
     else:
-        plots.depth_lines(panels_of({"": profiles}), title, out, start, counted)
+        panels = panels_of({"": profiles}, STACK_SHOWN if counted == "layer" else SHOWN)
+        plots.depth_lines(panels, title, out, start, counted, linear=[STACK_SHOWN["cosine"]])
 
 
 def main(argv: list[str]):

@@ -104,10 +104,12 @@ class DoublyStochastic(nn.Module):
 
 
 def mhc(config: ModelConfig, layer: int) -> Block:
-    """Hyper-connections on a manifold: m is doubly stochastic, so that mixing leaves the mean of the lanes as it is; r is
-    between 0 and 1, w between 0 and 2 (Xie et al. 2025, arXiv 2512.24880; here also in the static form)."""
+    """Hyper-connections on a manifold: m is doubly stochastic, so that mixing leaves the mean of the lanes as it is, r
+    is between 0 and 1, and w, which starts at 1, between 0 and 2 (Xie et al. 2025, arXiv 2512.24880, which leaves most
+    starts open; here, too, the static form)."""
     block = HyperConnections(config, layer)
     for role in ("attn", "mlp"):
+        nn.init.zeros_(block.get_parameter(f"{role}_write"))
         register_parametrization(block, f"{role}_read", Sigmoid(1.0))
         register_parametrization(block, f"{role}_mix", DoublyStochastic())
         register_parametrization(block, f"{role}_write", Sigmoid(2.0))

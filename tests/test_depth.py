@@ -14,7 +14,8 @@ from gpt import BLOCKS
 from gpt.blocks import Block
 from gpt.files import append
 from gpt.loss import next_token_loss
-from gpt.study.depth import MEASURES, depth_profile, random_stack
+from gpt.study import plots
+from gpt.study.depth import MEASURES, STACK_SHOWN, depth_profile, random_stack
 from gpt.training import checkpoint
 
 
@@ -23,14 +24,15 @@ def test_a_profile_is_what_one_measures_by_hand(placement):
     model, tokens = toy_model(norm=placement, n_layers=3, dropout=0.5), toy_tokens(2, 13)
     profile = depth_profile(model, tokens)
     model.eval()
-    streams = [model.token_embedding(tokens[:, :-1]) + model.position_embedding.weight[:12]]
+    first = model.blocks[0]
+    streams = [first.open(model.token_embedding(tokens[:, :-1]) + model.position_embedding.weight[:12])]
     for block in model.blocks:
         streams.append(block(streams[-1]))
     matrices = [block.mlp.down.weight for block in model.blocks]
     gradients = torch.autograd.grad(next_token_loss(model.readout(streams[-1]), tokens[:, 1:]), streams[:-1] + matrices)
     assert tuple(profile) == MEASURES and all(len(values) == 3 for values in profile.values())
     for layer in range(3):
-        before, after = streams[layer], streams[layer + 1]
+        before, after = (first.measured(stream) for stream in streams[layer : layer + 2])
         assert profile["stream"][layer] == pytest.approx(after.square().mean().sqrt().item(), rel=1e-4)
         change = ((after - before).square().mean() / before.square().mean()).sqrt().item()
         assert profile["ratio"][layer] == pytest.approx(change, rel=1e-4)
@@ -161,11 +163,13 @@ def test_with_zero_branches_nothing_changes_by_depth():
 
 
 def test_a_random_stack_starts_from_its_input():
-    """At depth 0, and at every depth if the layers add nothing."""
+    """At depth 0, and at every depth if the layers add nothing. The gradient starts from the output."""
     profile = random_stack(depth=3, gain=0.0, residual=True)
     assert profile["cosine"] == pytest.approx([1.0] * 4)
     assert profile["stream"] == pytest.approx([1.0] * 4, rel=0.02)
-    assert random_stack(depth=3, gain=0.0)["stream"][1:] == [0.0] * 3
+    assert profile["stream_grad"] == [1.0] * 4
+    nothing = random_stack(depth=3, gain=0.0)
+    assert nothing["stream"][1:] == [0.0] * 3 and nothing["stream_grad"] == [0.0] * 3 + [1.0]
 
 
 def is_picture(path):
@@ -186,9 +190,14 @@ def test_every_placement_in_one_table_and_picture(here, capsys):
     assert out.startswith(one) and len(one.splitlines()) == 6  # the same numbers every time
 
 
-def test_the_lessons_stack(here, capsys):
-    status, out, _ = call(probe, "stack", "--out", "stack.png", capsys=capsys)
-    assert status == 0 and is_picture(here / "stack.png")
+def test_the_lessons_stack(here, capsys, monkeypatch):
+    """Cosines may be 0 or less, so their panel has no log scale."""
+    figures, save = [], plots._save
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or save(figure, path))
+    status, out, err = call(probe, "stack", "--out", "stack.png", capsys=capsys)
+    assert (status, err) == (0, "") and is_picture(here / "stack.png")
+    scales = {axis.get_ylabel(): axis.get_yscale() for axis in figures[0].axes}
+    assert scales == {text: "linear" if key == "cosine" else "log" for key, text in STACK_SHOWN.items()}
     assert [line for line in out.splitlines() if line in probe.STACKS] == list(probe.STACKS)
 
 

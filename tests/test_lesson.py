@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.autograd.functional import jacobian
 from toys import toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, LayerNorm, ModelConfig
-from gpt.study.depth import random_stack
+from gpt.study.depth import depth_profile, random_stack
 
 ROW = torch.tensor([2.0, 4.0, 6.0, 8.0])
 
@@ -25,6 +26,14 @@ def test_the_worked_row_with_scale_and_shift():
     norm.weight.data = torch.tensor([1.0, 1.0, 2.0, 2.0])
     norm.bias.data = torch.tensor([0.0, 0.0, 1.0, 1.0])
     assert torch.allclose(norm(ROW), torch.tensor([-1.3416, -0.4472, 1.8944, 3.6833]), atol=5e-5)
+
+
+def test_eps_within_the_root_makes_the_variance_of_the_result_a_little_less_than_one():
+    for scale in (10.0, 1.0, 0.01, 1e-4):
+        x = scale * ROW.double()
+        variance = x.var(correction=0)
+        y = LayerNorm(4).double()(x)
+        assert y.var(correction=0).item() == pytest.approx((variance / (variance + 1e-5)).item(), rel=1e-12)
 
 
 def test_two_numbers_become_minus_one_and_one():
@@ -73,6 +82,15 @@ def test_training_and_generation_compute_the_same_as_batch_norm_does_not():
     assert not torch.allclose(batch_norm.train()(x), batch_norm.eval()(x), atol=0.1)
 
 
+def test_padding_and_a_batch_of_one_do_not_matter_as_they_do_to_batch_norm():
+    text, padding = torch.randn(5, 8), torch.zeros(3, 8)
+    norm, batch_norm = LayerNorm(8), torch.nn.BatchNorm1d(8).train()
+    assert torch.equal(norm(torch.cat([text, padding]))[:5], norm(text)) and torch.equal(norm(text[:1]), norm(text)[:1])
+    assert not torch.allclose(batch_norm(torch.cat([text, padding]))[:5], batch_norm(text), atol=0.1)
+    with pytest.raises(ValueError):
+        batch_norm(text[:1])
+
+
 def test_the_norm_is_over_the_last_axis_and_over_no_other():
     x = torch.randn(8, 8)
     assert torch.allclose(LayerNorm(8)(x)[3], LayerNorm(8)(x[3]))
@@ -98,25 +116,46 @@ def test_the_gradient_has_a_path_around_the_branch():
     assert torch.autograd.grad(without, deep)[0].item() < 1e-23
 
 
+@pytest.mark.parametrize("placement", ["pre", "peri", "none"])
+def test_the_jacobian_of_three_blocks_is_the_sum_over_all_ways_through_them(placement):
+    """(I + J3)(I + J2)(I + J1): each block is gone through, as J, or around, as I. The whole is measured by
+    differences, so this holds the norm's own gradient as well."""
+    blocks = toy_model(norm=placement, n_layers=3, d_model=8, start="fan_in").double().blocks
+    x = first = torch.randn(1, 2, 8, dtype=torch.float64)
+    ways = [torch.eye(16, dtype=torch.float64)]
+    for block in blocks:
+        J = jacobian(lambda x: block(x) - x, x).view(16, 16)  # noqa: B023
+        ways += [J @ way for way in ways]
+        x = block(x).detach()
+    with torch.no_grad():
+        y = [torch.nn.Sequential(*blocks)(first + step * torch.eye(16).view(16, 2, 8)) for step in (1e-5, -1e-5)]
+    stack = ((y[0] - y[1]) / 2e-5).view(16, 16).T
+    assert len(ways) == 8 and torch.allclose(sum(ways), stack, atol=1e-6)
+    assert (ways[-1].abs() > 1e-3).any()  # even the longest way counts
+
+
 def twelve_layers(**settings):
-    """(scale left of the signal, cosine with the input) after 12 random layers."""
+    """(scale left of the signal, cosine with the input, gradient at the input) after 12 random layers."""
     profile = random_stack(depth=12, **settings)
-    assert all(len(values) == 13 for values in profile.values())
-    return profile["stream"][-1] / profile["stream"][0], profile["cosine"][-1]
+    assert all(len(values) == 13 for values in profile.values()) and profile["stream_grad"][-1] == 1
+    return profile["stream"][-1] / profile["stream"][0], profile["cosine"][-1], profile["stream_grad"][0]
 
 
 def test_twelve_random_layers():
-    for gain, left in ((0.7, 0.014), (1.3, 23.0)):
-        scale, cosine = twelve_layers(gain=gain)
+    for gain, left in ((0.7, 0.7**12), (1.3, 1.3**12)):
+        scale, cosine, gradient = twelve_layers(gain=gain)
         assert scale == pytest.approx(left, rel=0.1) and abs(cosine) < 0.05
-        scale, cosine = twelve_layers(gain=gain, norm=True)
+        assert gradient == pytest.approx(left, rel=0.1)
+        scale, cosine, gradient = twelve_layers(gain=gain, norm=True)
         assert scale == pytest.approx(1, rel=0.01) and abs(cosine) < 0.05  # no drift, and nothing left of the input
+        assert gradient == pytest.approx(1, rel=0.05)
     shrinking, growing = twelve_layers(gain=0.7, residual=True), twelve_layers(gain=1.3, residual=True)
-    assert shrinking[1] > 0.05 and growing[0] > 100  # the input shows, but the scale runs away with the gain
+    assert shrinking[1] > 0.05 and min(growing[0], growing[2]) > 100  # the input shows, but the scale runs away
     for gain in (0.7, 1.3):
-        scale, cosine = twelve_layers(gain=gain, norm=True, residual=True)
+        scale, cosine, gradient = twelve_layers(gain=gain, norm=True, residual=True)
         assert scale == pytest.approx((1 + 12 * gain**2) ** 0.5, rel=0.05)  # adds up like a root, whatever the gain
         assert cosine == pytest.approx(1 / scale, rel=0.15)
+        assert gradient == pytest.approx(scale, rel=0.05)  # each norm divides by the scale that is there
 
 
 def stream_scales(n_layers, **settings):
@@ -137,6 +176,28 @@ def test_the_pre_ln_stream_grows_like_a_root_and_the_final_norm_restores_it():
     assert scales[-1] > 5 and after_final_norm == pytest.approx(1, rel=1e-3)
     _, without = stream_scales(64, norm="pre", final_norm=False)
     assert without == pytest.approx(scales[-1])
+
+
+def test_the_gradient_steps_down_where_a_norm_magnifies_small_embeddings():
+    """They start at sqrt(2) 0.02, and the backward pass of the first norm on the stream divides by that."""
+    for placement, step in (("pre", 1), ("post", 1 / (0.02 * 2**0.5))):
+        model = toy_model(norm=placement, n_layers=3, d_model=64, start="gpt2", branch_init="gpt2")
+        gradient = depth_profile(model, toy_tokens())["stream_grad"]
+        assert gradient[0] / gradient[1] == pytest.approx(step, rel=0.1)
+        assert gradient[1] / gradient[2] == pytest.approx(1, rel=0.1)
+
+
+def test_around_the_branches_pre_ln_keeps_the_gradient_and_post_ln_hardly_any():
+    """Each norm of post-LN divides by the deviation of x + f(x), which is above 1. That the whole gradient stays (see
+    test_theory.py) is the branches' work."""
+    around = {}
+    for placement in ("pre", "post"):
+        model = toy_model(norm=placement, n_layers=12, d_model=64)
+        for branch in (branch for block in model.blocks for branch in (block.attn, block.mlp)):
+            branch.register_forward_hook(lambda module, inputs, output: output.detach())
+        around[placement] = depth_profile(model, toy_tokens())["stream_grad"]
+    assert around["pre"] == pytest.approx([around["pre"][0]] * 12)
+    assert around["post"] == sorted(around["post"]) and around["post"][0] < 0.02 * around["post"][-1]
 
 
 def test_the_post_ln_stream_does_not_grow():
@@ -164,6 +225,8 @@ def test_with_zero_branches_a_stack_is_the_identity_or_its_norms(placement):
         assert torch.equal(sum_of_branches, same)
     if placement in ("post", "deepnorm", "mix", "keel", "b2t", "hybrid", "resi_dual"):
         assert torch.allclose(y, LayerNorm(32)(x), atol=1e-3) and not torch.allclose(y, x, atol=0.01)
+    elif placement == "mhc":  # a mean of equal lanes may be rounded
+        assert torch.allclose(y, x, atol=1e-5)
     else:
         assert torch.equal(y, x)
 

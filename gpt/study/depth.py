@@ -24,10 +24,10 @@ def depth_profile(model, tokens: torch.Tensor) -> dict[str, list[float]]:
     stream_grad  norm of the loss's gradient with respect to the stream before the block
     mlp_grad     norm of the loss's gradient with respect to the MLP's last matrix
 
-    Each is a list of L numbers. Of a stream of several lanes the first three are of what `Block.measured` takes of them, the
-    gradient of all. A measure that some block does not have is left out: a branch that is not there or puts
-    out more than a tensor, a change between streams of different shapes. The model keeps its mode and its weights, and
-    has no gradients afterwards.
+    Each is a list of L numbers. Of a stream of several lanes it is of what `Block.measured` takes of them; stream_grad
+    is of all. A measure that some block does not have is left out: a branch that is not there or puts out more than a
+    tensor, a change between streams of different shapes. The model keeps its mode and its weights, and has no gradients
+    afterwards.
     """
     places: list[dict] = []  # the measures of each block, in the order of the calls
 
