@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from gpt.block import Block
-from gpt.config import ModelConfig
+from gpt.config import Mistake, ModelConfig
 from gpt.lanes import HyperConnections, ResiDual, mhc
 from gpt.scaled import GPAS, DeepNorm, DepthFactor, Keel, LayerScale, LNScaling, ReZero, Sandwich
 
@@ -146,7 +146,9 @@ def olmo2(config: ModelConfig, layer: int) -> Block:
 
 def hybrid(config: ModelConfig, layer: int) -> Block:
     """Hybrid, but for the first block: pre-LN with norms of queries and keys (HybridNorm* of arXiv 2503.04598, where
-    those values are normed too)."""
+    those values are normed too). Raises Mistake for qk_norm=False."""
+    if config.qk_norm is False:
+        raise Mistake("hybrid has norms of queries and keys (qk_norm False). Leave --no-qk-norm out.")
     return PreLN(dataclasses.replace(config, qk_norm=True), layer) if layer == 1 else Hybrid(config, layer)
 
 

@@ -45,7 +45,7 @@ class HyperConnections(Block):
         super().__init__(config, layer)
         for role, sublayer in (("attn", 2 * layer - 2), ("mlp", 2 * layer - 1)):
             # Vectors, so that they are not taken for matrices of a branch: these decay, and are trained by Muon.
-            starts = {"read": torch.eye(4)[sublayer % 4], "mix": torch.eye(4).flatten(), "write": torch.ones(4)}
+            starts = {"read": torch.eye(4)[sublayer % 4].clone(), "mix": torch.eye(4).flatten(), "write": torch.ones(4)}
             for name, start in starts.items():
                 setattr(self, f"{role}_{name}", nn.Parameter(start))
 

@@ -197,7 +197,8 @@ def test_on_the_manifold_mixing_keeps_the_mean_of_the_lanes():
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
     m = block.mlp_mix.view(4, 4)
-    assert (m > 0).all() and torch.allclose(m.sum(0), torch.ones(4), atol=1e-3) and torch.allclose(m.sum(1), torch.ones(4))
+    assert torch.allclose(m.sum(0), torch.ones(4), atol=1e-3) and torch.allclose(m.sum(1), torch.ones(4))
+    assert (m > 0).all()
     assert (block.mlp_read > 0).all() and (block.mlp_read < 1).all() and 1 < block.mlp_write.max() < 2
     torch.nn.init.zeros_(block.mlp.down.weight), torch.nn.init.zeros_(block.mlp.down.bias)
     torch.nn.init.zeros_(block.attn.out.weight), torch.nn.init.zeros_(block.attn.out.bias)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -11,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from toys import toy_config, toy_model, toy_tokens, write_config
+from toys import KINDS, toy_config, toy_model, toy_tokens, write_config
 
 import train
-from gpt import BLOCKS, GPT
+from gpt import BLOCKS, GPT, NORMS
 from gpt.blocks import PreLN
 from gpt.config import Failure, Mistake
 from gpt.files import write
@@ -61,9 +62,16 @@ def names(run):
     return sorted(path.name for path in run.iterdir())
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
-def test_a_model_comes_back_from_its_folder_alone(tmp_path, placement):
-    model, optimizer, config = trained(placement)
+WEIGHTS = [{"placement": placement} for placement in KINDS] + [{"norm_layer": name} for name in NORMS]
+WEIGHTS += [{"start": "fan_in"}, {"norm_layer": "dyt", "start": "fan_in", "qk_norm": True}]
+
+
+@pytest.mark.parametrize("settings", WEIGHTS, ids=str)
+def test_a_model_comes_back_from_its_folder_alone(tmp_path, settings):
+    model, optimizer, config = trained(**settings)
+    new = toy_model(**dataclasses.asdict(config.model))
+    moved = [name for name, x in new.named_parameters() if not torch.equal(x, model.get_parameter(name))]
+    assert moved == [name for name, _ in model.named_parameters()]  # or else one that is not saved would be missed
     save(tmp_path, model, optimizer, config)
     tokens = toy_tokens()
     for folder in (tmp_path, tmp_path / "step-000002"):
@@ -73,11 +81,11 @@ def test_a_model_comes_back_from_its_folder_alone(tmp_path, placement):
     assert len({path.stat().st_mode for path in (tmp_path / "step-000002").iterdir()}) == 1
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
-def test_the_optimizer_comes_back_to_the_bit(tmp_path, placement):
-    model, optimizer, config = trained(placement)
+@pytest.mark.parametrize("settings", WEIGHTS, ids=str)
+def test_the_optimizer_comes_back_to_the_bit(tmp_path, settings):
+    model, optimizer, config = trained(**settings)
     save(tmp_path, model, optimizer, config)
-    again, other, _ = trained(placement, steps=1)
+    again, other, _ = trained(**settings, steps=1)
     restore(tmp_path / "step-000002", again, other, config)
     by_name = dict(again.named_parameters())
     for name, parameter in model.named_parameters():
@@ -95,19 +103,25 @@ def test_a_run_stopped_before_its_first_step_comes_back_too(tmp_path):
     assert not any(other.state.values()) and names(tmp_path) == ["last", "step-000000"]
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_the_weights_of_another_placement_are_refused(tmp_path, placement):
     save(tmp_path, *trained(placement, steps=0))
-    for other in BLOCKS:
+    for other in KINDS:
         if other != placement:
             with pytest.raises(Mistake, match=rf"norm \({placement}, not {other}\)"):
                 checkpoint.read(tmp_path / "step-000002", configured(other))
 
 
-def test_another_shape_is_refused_and_another_dropout_is_not(tmp_path):
+def test_another_architecture_is_refused_and_another_dropout_is_not(tmp_path):
+    """Also where the weights have the same shapes: the start tells how the head is scaled."""
     save(tmp_path, *trained())
-    with pytest.raises(Mistake, match=r"n_layers \(2, not 3\)"):
-        checkpoint.read(tmp_path / "step-000002", configured(n_layers=3))
+    for settings, change in (
+        ({"n_layers": 3}, "n_layers (2, not 3)"),
+        ({"start": "fan_in"}, "start (gpt2, not fan_in)"),
+        ({"qk_norm": True}, "qk_norm (None, not True)"),
+    ):
+        with pytest.raises(Mistake, match=re.escape(change)):
+            checkpoint.read(tmp_path / "step-000002", configured(**settings))
     checkpoint.read(tmp_path / "step-000002", configured(dropout=0.5))
 
 

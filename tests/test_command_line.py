@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toys import ROOT, TOY_RUN, as_flags, call, python, records
 
 import compare
@@ -23,6 +24,7 @@ from gpt.blocks import PreLN
 from gpt.command_line import CommandLine
 from gpt.config import Mistake
 from gpt.screen import say, tell
+from gpt.training import checkpoint
 from gpt.training.report import stopped
 
 FLAGS = as_flags(TOY_RUN)
@@ -94,6 +96,7 @@ STREAMS = [("stdin", 0), ("stdout", 1), ("stderr", 2)]
 @pytest.mark.parametrize("closed", [STREAMS[1:2], STREAMS[2:], STREAMS[1:], STREAMS], ids=str)
 def test_a_stream_that_the_shell_closed_is_a_null_device(here, forks, closed):
     prelude = "".join(f"os.close({number}); sys.{name} = None\n" for name, number in closed)
+    prelude += "import gpt.study.results; gpt.study.results._draw = lambda *arguments: None\n"
     prelude += "import gpt.training.trainer as t; load = t.Trainer._load\n"
     prelude += (
         "passed = lambda: all(os.get_inheritable(number) for number in range(3))  # to processes that it starts\n"
@@ -365,8 +368,26 @@ def test_an_existing_run_is_kept_resumed_or_overwritten_as_asked(here, capsys):
     assert status == 0 and "steps   6 of 7 done" in out and f"run     {Path('runs', 'r')}\n" in out
     os.rename(here / "runs" / "r", here / "r")
     refused(train, ["--resume", "--out", "r", "--norm", "post"], ["norm (pre, not post)"], capsys)
+    refused(train, ["--resume", "--out", "r", "--start", "fan_in"], ["start (gpt2, not fan_in)"], capsys)
     assert call(train, *arguments, "--steps", 2, "--overwrite", capsys=capsys)[0] == 0
     assert (here / "r" / "last").read_text(encoding="utf-8") == "2"
+
+
+def test_norms_of_queries_and_keys_are_a_flag(here, capsys):
+    """They make olmo2 of reordered, to the bit, and without them olmo2 is reordered."""
+    commands = {"reordered": ["reordered"], "without": ["olmo2", "--no-qk-norm"]}
+    commands |= {"olmo2": ["olmo2"], "with": ["reordered", "--qk-norm"]}
+    weights = {}
+    for name, words in commands.items():
+        words = ["--data", "text.txt", "--steps", 3, "--out", name, *FLAGS, "--norm", *words]
+        assert call(train, *words, capsys=capsys)[0] == 0
+        weights[name] = load_file(checkpoint.find(here / name, "last") / "model.safetensors")
+    for name, same in (("reordered", "without"), ("olmo2", "with")):
+        one, other = weights[name], weights[same]
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        assert records(here / name) == records(here / same)
+    norms = {f"blocks.{block}.attn.{name}_norm.weight" for block in range(2) for name in "qk"}
+    assert weights["olmo2"].keys() - weights["reordered"].keys() == norms
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -327,8 +327,11 @@ LONG = ["pre", "post", "--seeds", 1, *FLAGS, "--steps", 30, "--save-every", 5, "
 
 @pytest.fixture(scope="module")
 def whole(finished):
-    """The outcomes of a longer comparison that nothing ended."""
-    compared(*LONG, "--data", finished / "text.txt", "--out", finished / "whole")
+    """The outcomes of a longer comparison that nothing ended, without pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "draw", lambda *arguments: None)
+        patch.setattr(results, "_draw", lambda *arguments: None)
+        compared(*LONG, "--data", finished / "text.txt", "--out", finished / "whole")
     return outcomes(finished / "whole")
 
 

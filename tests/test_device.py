@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from toys import toy_model, toy_tokens
+from toys import KINDS, toy_model, toy_tokens
 
-from gpt import BLOCKS
 from gpt.config import Mistake
 from gpt.layers import Linear
 from gpt.loss import NextToken
@@ -146,7 +145,7 @@ def test_processes_that_would_share_a_gpu_are_refused(device, machine, message):
         choose(device, "auto", "auto", machine, processes(0, 3))
 
 
-@pytest.mark.parametrize("placement", BLOCKS)
+@pytest.mark.parametrize("placement", KINDS)
 def test_a_model_made_ready_for_sampling_is_the_same_and_as_large(placement):
     model, tokens = toy_model(norm=placement), toy_tokens()
     expected, shapes = model(tokens), {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -10,10 +10,9 @@ import subprocess
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import ROOT, TOY_RUN, as_flags, call, records, toy_config, toy_model, toy_tokens
+from toys import KINDS, ROOT, TOY_RUN, as_flags, call, records, toy_config, toy_model, toy_tokens
 
 import train
-from gpt import BLOCKS
 from gpt.config import Mistake
 from gpt.loss import NextToken
 from gpt.training import checkpoint, device, distributed
@@ -27,8 +26,9 @@ pytestmark = [
 STEPS = 3
 SETTINGS = {"steps": STEPS, "lr": 2e-3, "min_lr": 2e-3, "batch_size": 8, "eval_every": 2, "probe_every": 2}
 SETTINGS |= {"adam_eps": 1e-3}  # large, or else Adam makes much of rounding where gradients are tiny
-# Runs by name: replicas for each placement; shards for those that differ in what is sharded, and in micro-batches.
-TOGETHER = {placement: {"norm": placement} for placement in BLOCKS}
+# Runs by name: replicas for each kind of placement; shards for those that differ in what is sharded, and in
+# micro-batches.
+TOGETHER = {placement: {"norm": placement} for placement in KINDS}
 TOGETHER |= {f"{placement} sharded": {"norm": placement, "shard": True} for placement in ("pre", "post", "rezero")}
 TOGETHER |= {"adamw sharded": {"optimizer": "adamw", "shard": True, "micro_batch_size": 2}}
 
@@ -161,8 +161,8 @@ def assert_close(one, other):
 @pytest.fixture(scope="module")
 def together(jobs):
     first = jobs.run(TOGETHER)
-    assert first.out.count("2 processes, replicas; cpu") == len(BLOCKS) and first.err == ""
-    assert first.out.count("2 processes, shards; cpu") == len(TOGETHER) - len(BLOCKS)
+    assert first.out.count("2 processes, replicas; cpu") == len(KINDS) and first.err == ""
+    assert first.out.count("2 processes, shards; cpu") == len(TOGETHER) - len(KINDS)
     return jobs.folder
 
 

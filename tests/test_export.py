@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from toys import call, toy_config, toy_model, toy_tokens
 
 import train
-from gpt import BLOCKS, pretrained
+from gpt import BLOCKS, NORMS, pretrained
 from gpt.config import Failure, Mistake
 from gpt.generate import generate
 from gpt.pretrained import export, load, recognizes
@@ -80,7 +80,9 @@ def test_what_is_exported_loads_to_the_same_logits(tmp_path, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"norm": name} for name in BLOCKS if name != "pre"] + [{"norm_layer": "rmsnorm"}, {"final_norm": False}],
+    [{"norm": name} for name in BLOCKS if name != "pre"]
+    + [{"norm_layer": name} for name in NORMS if name != "layernorm"]
+    + [{"final_norm": False}, {"qk_norm": True}],
 )
 def test_a_model_that_gpt2s_code_does_not_compute_is_refused(tmp_path, settings):
     ((name, value),) = settings.items()

@@ -2,27 +2,28 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from test_compare import outcomes
-from toys import ROOT, TOY_RUN, as_flags, call
+from toys import TOY_RUN, as_flags, call
 
 import compare
 from gpt.config import Mistake
 from gpt.files import read_lines
+from gpt.study import results
 from gpt.training import jobs
 
-RUN = TOY_RUN | {"steps": 24, "eval_every": 24, "save_every": 2, "keep": 1, "seed": 7, "dropout": 0.1}
-FLAGS = [*as_flags(RUN), "--data", "text.txt", "--rates", "0.01", "0.02", "--seeds", "2"]
+RUN = TOY_RUN | {"steps": 16, "eval_every": 16, "save_every": 4, "keep": 1, "seed": 7, "dropout": 0.1}
+FLAGS = [*as_flags(RUN), "--data", "text.txt", "--rates", "0.01", "0.02", "--seeds", "1"]
 
 
 @pytest.fixture
-def alone(here, capsys, quick) -> dict:
-    """The outcomes of a comparison by one process."""
+def alone(here, capsys, quick, monkeypatch) -> dict:
+    """The outcomes of a comparison by one process, without pictures."""
+    monkeypatch.setattr(results, "_draw", lambda *arguments: None)
     assert call(compare, "pre", "post", *FLAGS, "--jobs", 1, "--out", "alone", capsys=capsys)[0] == 0
     return outcomes(Path("alone"))
 
@@ -35,12 +36,13 @@ def began() -> set[str]:
 def test_four_processes_of_which_one_is_killed_and_one_is_late(alone, here, forks):
     """The killed one's run is taken over from its checkpoint; all write the same table."""
     command = ["compare", "pre", "post", *FLAGS, "--jobs", 1, "--out", "c"]
-    first = [forks.start(*command, cwd=here) for _ in range(3)]
+    how = {"cwd": here, "prelude": "import gpt.study.results as r; r._draw = lambda *arguments: None"}
+    first = [forks.start(*command, **how) for _ in range(3)]
     assert first[0].wait(until=lambda: any(Path("c").glob("*/step-*"))) is None
     first[0].kill(signal.SIGKILL)
-    helpers = [*first[1:], forks.start(*command, cwd=here)]
+    helpers = [*first[1:], forks.start(*command, **how)]
     assert [helper.wait() for helper in helpers] == [0, 0, 0], [helper.err for helper in helpers]
-    assert outcomes() == alone and len(alone) == 8
+    assert outcomes() == alone and len(alone) == 6
     lines = [line.split() for helper in helpers for line in helper.out.splitlines()]
     steps = [(line[0], line[2]) for line in lines if line[1:2] == ["step"]]
     assert len(steps) == len(set(steps))  # no step was done twice by those that lived
@@ -55,28 +57,23 @@ def processes_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("signum", [None, signal.SIGTERM, signal.SIGKILL])
-def test_the_processes_of_jobs_end_with_the_one_that_started_them(here, signum):
+@pytest.mark.parametrize("signum, count", [(None, 2), (signal.SIGTERM, 3), (signal.SIGKILL, 2)])
+def test_the_processes_of_jobs_end_with_the_one_that_started_them(here, forks, signum, count):
     """However it ends; and with the same results."""
     (here / "work").mkdir()
     steps = "100000" if signum else "4"
     flags = [*FLAGS, "--data", str(here / "text.txt"), "--eval-every", steps, "--save-every", steps, "--steps", steps]
-    command = [sys.executable, str(ROOT / "compare.py"), "pre", "post", *flags, "--jobs", "3", "--out", "c"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=here / "work", **pipes)
+    process = forks.start("compare", "pre", "post", *flags, "--jobs", count, "--out", "c", cwd=here / "work")
     if signum:
-        deadline = time.monotonic() + 60
-        while len([*(here / "work").glob("c/*/steps.jsonl")]) < 3 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        process.send_signal(signum)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}[signum] and err == ""
+        process.wait(until=lambda: len([*(here / "work").glob("c/*/steps.jsonl")]) == count)
+        process.kill(signum)
+    assert process.wait() == {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}[signum] and process.err == ""
     deadline = time.monotonic() + 30
     while processes_in(here / "work") and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_in(here / "work") == []
     if signum is None:
-        assert len(outcomes(here / "work" / "c")) == 8
+        assert len(outcomes(here / "work" / "c")) == 6
     if signum == signal.SIGTERM:  # each has saved the step that it was in
         for run in (here / "work" / "c").glob("*/last"):
             assert int(run.read_text("utf-8")) == read_lines(run.with_name("steps.jsonl"))[-1]["step"], run

@@ -4,9 +4,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt import NORMS, LayerNorm
+from gpt import NORMS, LayerNorm, ModelConfig
+from gpt.block import make_norm
+from gpt.blocks import SubLN
 
 SHAPES = [(8,), (5, 8), (2, 3, 8), (2, 3, 768)]
+EPS = 1e-2
+# Each norm of rows of 8 numbers. The arguments are the names of its parameters; a bias may be missing.
+EQUATIONS = {
+    "layernorm": lambda x, weight, bias=None: F.layer_norm(x, (8,), weight, bias, EPS),
+    "layernorm_gain": lambda x, weight: F.layer_norm(x, (8,), weight, None, EPS),
+    "rmsnorm": lambda x, weight: F.rms_norm(x, (8,), weight, EPS),
+    "rmsnorm1p": lambda x, weight: F.rms_norm(x, (8,), 1 + weight, EPS),
+    "rms": lambda x: F.rms_norm(x, (8,), None, EPS),
+    "dyt": lambda x, alpha, weight, bias=0: weight * torch.tanh(alpha * x) + bias,
+    "derf": lambda x, alpha, weight, shift, bias=0: weight * torch.erf(alpha * x + shift) + bias,
+}
 
 
 def values_and_gradients(function, x, parameters, upstream):
@@ -100,12 +113,6 @@ def test_the_backward_is_exact_under_autocast_too():
         assert torch.equal(torch.autograd.grad(y, x, upstream)[0], expected)
 
 
-def test_half_precision_input_with_float32_parameters():
-    x = torch.randn(4, 16).bfloat16()
-    y = LayerNorm(16)(x)
-    assert y.dtype == torch.bfloat16 and torch.allclose(y.float(), F.layer_norm(x.float(), (16,)), atol=0.02)
-
-
 def test_any_strides_and_an_expanded_gradient():
     norm = random_norm(6, torch.float64)
     x = torch.randn(6, 4, 3, dtype=torch.float64).transpose(0, 2).requires_grad_()
@@ -141,14 +148,21 @@ def test_second_and_third_derivatives_are_right(name, bias):
     assert torch.autograd.gradcheck(gradient, inputs) and torch.autograd.gradgradcheck(gradient, inputs)
 
 
-def test_rms_norm_is_the_librarys():
-    norm, x = NORMS["rmsnorm"](64, eps=1e-3).double(), torch.randn(3, 5, 64, dtype=torch.float64, requires_grad=True)
-    torch.nn.init.normal_(norm.weight)
-    expected = F.rms_norm(x, (64,), norm.weight, eps=1e-3)
-    assert torch.allclose(norm(x), expected, atol=1e-12) and norm(x.half()).dtype == torch.float16
-    ours, library = (torch.autograd.grad(y.square().sum(), [x, norm.weight]) for y in (norm(x), expected))
-    assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(ours, library))
-    assert [name for name, _ in norm.named_parameters()] == ["weight"]
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_is_its_equation(name, bias):
+    """With its gradients, from any parameters and from those of the start."""
+    norm, x = NORMS[name](8, eps=EPS, bias=bias).double(), torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    assert ("bias" in dict(norm.named_parameters())) == (bias and name in ("layernorm", "dyt", "derf"))
+    for start in (True, False):
+        for role, parameter in norm.named_parameters():
+            value = 1.0 if role in ("alpha", "weight") and name != "rmsnorm1p" else 0.0
+            assert not start or torch.equal(parameter, torch.full_like(parameter, value))
+            start or torch.nn.init.normal_(parameter, mean=1.0)
+        y, expected = norm(x), EQUATIONS[name](x, **dict(norm.named_parameters()))
+        assert torch.allclose(y, expected, atol=1e-12)
+        ours, plain = (torch.autograd.grad(z.square().sum(), [x, *norm.parameters()]) for z in (y, expected))
+        assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(ours, plain))
 
 
 def test_rms_norm_forgets_the_scale_and_layer_norm_the_shift_too():
@@ -161,19 +175,28 @@ def test_rms_norm_forgets_the_scale_and_layer_norm_the_shift_too():
     assert torch.allclose(layer(layer(x)), layer(x))
 
 
-def test_dyt_is_a_scaled_tanh():
-    norm, x = NORMS["dyt"](8), torch.randn(3, 8)
-    assert torch.allclose(norm(x), torch.tanh(x))
-    norm.alpha.data, norm.weight.data, norm.bias.data = torch.tensor([2.0]), torch.full((8,), 3.0), torch.ones(8)
-    assert torch.allclose(norm(x), 3 * torch.tanh(2 * x) + 1)
-    assert "bias" not in dict(NORMS["dyt"](8, bias=False).named_parameters())
+@pytest.mark.parametrize("name", ["dyt", "derf"])
+def test_a_pointwise_norm_starts_by_its_place_and_width(name):
+    """alpha is 1, and 1,024 / width in wider rows, but for the norm before attention. So it is in a block too."""
+    for width, alpha, inside in ((128, 1.0, 1.0), (2048, 0.5, 0.125)):
+        config = ModelConfig(norm_layer=name, d_model=width)
+        places = {"attn_norm": 1.0, "mlp_norm": alpha, "norm": alpha, "attn.q_norm": 1.0, "final_norm": alpha}
+        places |= {"mlp.inner_norm": inside}
+        assert {place: make_norm(config, place).alpha.item() for place in places} == places
+    block = SubLN(ModelConfig(norm_layer=name, qk_norm=True, d_model=1280), 1)
+    alphas = {role.removesuffix(".alpha"): x.item() for role, x in block.named_parameters() if role.endswith("alpha")}
+    heads = {"attn.q_norm": 1.0, "attn.k_norm": 1.0}
+    rows = {"attn_norm": 1.0, "attn.inner_norm": 0.8, "mlp_norm": 0.8, "mlp.inner_norm": 0.2}
+    assert alphas == pytest.approx(heads | rows)
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_every_norm_acts_on_the_last_axis_alone_and_keeps_shape_and_dtype(name):
+    """Also where the parameters have more digits than x, as under autocast."""
     norm = NORMS[name](8)
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(2, 5, 8).to(dtype)
-        y = norm.to(dtype)(x)
-        assert y.shape == x.shape and y.dtype == dtype
-        assert torch.equal(y.flatten(0, 1)[7], norm(x.flatten(0, 1)[7]))
+    exact = norm(x := torch.randn(2, 5, 8))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for parameters in (torch.float32, dtype):
+            y = norm.to(parameters)(x.to(dtype))
+            assert y.shape == x.shape and y.dtype == dtype and torch.allclose(y.float(), exact, atol=0.02)
+            assert torch.equal(y.flatten(0, 1)[7], norm(x.to(dtype).flatten(0, 1)[7]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import TOY, call, records, toy_config, toy_model, toy_tokens
+from toys import KINDS, TOY, call, records, toy_config, toy_model, toy_tokens
 
 import probe
 import sample
@@ -393,9 +393,9 @@ def as_run(run, **settings):
     return model.eval(), config
 
 
-@pytest.mark.parametrize("norm", BLOCKS)
+@pytest.mark.parametrize("norm", KINDS)
 def test_a_runs_weights_are_weights(here, norm):
-    """Of every placement: with a new dropout, a shorter context, a new schedule."""
+    """Of every kind of placement: with a new dropout, a shorter context, a new schedule."""
     model, config = as_run(here / "r", norm=norm, bias=False, steps=9)
     for source in ("r", "r/step-000007"):
         base = from_weights(source)
@@ -405,7 +405,8 @@ def test_a_runs_weights_are_weights(here, norm):
         loaded, tokens = weights_of(changed)(), toy_tokens(length=5, vocab_size=256)
         assert loaded.config == changed.model and loaded.position_embedding.weight.shape == (5, 32)
         assert torch.equal(loaded(tokens), model(tokens))
-        for name, value in {"context_length": 17, "n_layers": 1, "norm": "mine", "bias": True}.items():
+        others = {"context_length": 17, "n_layers": 1, "norm": "mine", "bias": True, "start": "gpt2", "qk_norm": True}
+        for name, value in others.items():
             message = refusal(
                 weights_of, dataclasses.replace(base, model=dataclasses.replace(base.model, **{name: value}))
             )

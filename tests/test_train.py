@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import TOY_RUN, records, toy_config
+from toys import KINDS, TOY_RUN, records, toy_config
 
 import train as script
 from gpt import BLOCKS, GPT
@@ -96,7 +96,7 @@ def test_another_seed_is_another_run(run):
     assert records(run("a", seed=1, steps=1))[0]["loss"] != records(run("b", seed=2, steps=1))[0]["loss"]
 
 
-@pytest.mark.parametrize("norm, stop", [*((norm, 3) for norm in BLOCKS), ("pre", 4), ("rezero", 7)])
+@pytest.mark.parametrize("norm, stop", [*((norm, 3) for norm in KINDS), ("pre", 4), ("rezero", 7)])
 def test_stopping_and_resuming_changes_no_bit(run, norm, stop):
     """Also with dropout, several micro-batches, probing, and a stop that is no step of evaluation."""
     settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2, "probe_every": 2}
@@ -165,7 +165,7 @@ def test_metrics_after_a_kill_have_each_step_once(run, file):
     assert_same(whole, parts)
 
 
-@pytest.mark.parametrize("norm", BLOCKS)
+@pytest.mark.parametrize("norm", KINDS)
 def test_every_step_has_its_loss_and_gradient_norm_however_seldom_the_device_is_looked_at(run, norm):
     settings = {"norm": norm, "dropout": 0.2, "micro_batch_size": 2, "save_every": 8}
     each, seldom = run("each", **settings), run("seldom", log_every=5, eval_every=8, **settings)

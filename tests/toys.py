@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt import GPT, ModelConfig
+from gpt import BLOCKS, GPT, NORMS, ModelConfig
 from gpt.files import read_lines
 from gpt.training.checkpoint import config_to_json
 from gpt.training.settings import TrainConfig, configure
@@ -33,6 +33,7 @@ import encodings.unicode_escape, encodings.utf_8_sig
 import gpt.generate, gpt.pretrained, gpt.study.plots, gpt.training.trainer, tqdm
 import compare, prepare, sample, train
 gpt.tokenizer.GPT2BPE()  # imports what a user without rights may not read
+gpt.training.code.code_of(gpt.GPT(gpt.ModelConfig()))  # reads the code
 
 def child(order):
     os.environ |= order["environment"]
@@ -145,6 +146,14 @@ class Fork:
     def err(self) -> str:
         return self._files[1].read_text("utf-8")
 
+
+# Placements for tests in which a placement is only a set of weights and modules: without and with a norm at the end of
+# a block, blocks of two classes, a number that is learned, norms within the branches, a stream of several lanes whose
+# weights are made of others.
+KINDS = ["pre", "post", "keel", "rezero", "hybrid", "mhc"]
+# Placements with norm layers: every one of both, and not every pair.
+PAIRS = [(placement, "layernorm") for placement in BLOCKS]
+PAIRS += [(placement, norm) for placement in ("pre", "post", "hybrid") for norm in NORMS if norm != "layernorm"]
 
 TOY = {"n_layers": 2, "n_heads": 2, "d_model": 32, "context_length": 16}
 TOY_RUN = TOY | {"batch_size": 4, "eval_every": 4, "log_every": 1, "warmup_steps": 2, "val_fraction": 0.05}

@@ -11,6 +11,7 @@ import re
 MODEL = ("layers", "norms", "loss", "tokenizer")
 TRAINING = ("corpus", "data", "device", "optim", "report", "settings", "trainer")
 FILES = [*(f"gpt.{name}" for name in MODEL), *(f"gpt.training.{name}" for name in TRAINING)]
+unparse = functools.cache(ast.unparse)
 
 
 def code_of(model, *functions) -> str:
@@ -24,7 +25,7 @@ def code_of(model, *functions) -> str:
     seen: set[int] = set()
     for each in (BLOCKS[model.config.norm], *functions, *{*map(type, model.modules())}):
         _add_code(each, texts, seen)
-    sources = [*sorted(texts), *(ast.unparse(_tree(name)) for name in FILES)]
+    sources = [*sorted(texts), *(unparse(_tree(name)) for name in FILES)]
     return hashlib.sha256("\n".join(sources).encode("utf-8")).hexdigest()
 
 
@@ -76,7 +77,7 @@ def _add_source(each, functions: list, texts: set[str]):
         texts |= {_stable(f"{code.co_code.hex()} {code.co_names} {code.co_consts}") for code in codes}
     while names:
         name = names.pop()
-        if name in statements and (text := ast.unparse(statements[name])) not in texts:
+        if name in statements and (text := unparse(statements[name])) not in texts:
             texts.add(text)
             inside = [*ast.walk(statements[name])]
             local = {part.arg for part in inside if isinstance(part, ast.arg)}
