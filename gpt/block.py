@@ -23,15 +23,7 @@ def make_norm(config: ModelConfig, name: str = "final_norm") -> nn.Module:
     act on one head and have no shift; mlp.inner_norm is as wide as the MLP inside; all others as the stream."""
     width = {"mlp.inner_norm": 4 * config.d_model} | dict.fromkeys(PER_HEAD, config.d_model // config.n_heads)
     make = lookup(NORMS, config.norm_layer, "norm_layer")
-    norm = make(width.get(name, config.d_model), eps=config.norm_eps, bias=config.bias and name not in PER_HEAD)
-    if pointwise(config):
-        norm.start_at(name)
-    return norm
-
-
-def pointwise(config: ModelConfig) -> bool:
-    """Whether the norms act on each number by itself, so that they do not undo a scale."""
-    return getattr(NORMS.get(config.norm_layer), "pointwise", False)
+    return make(width.get(name, config.d_model), eps=config.norm_eps, bias=config.bias and name not in PER_HEAD)
 
 
 class Block(nn.Module):
@@ -46,7 +38,7 @@ class Block(nn.Module):
         start             how its matrices start, a key of STARTS
         branch_init       how much smaller the last matrix of a branch starts
         wants_warmup      whether training wants a warm-up
-        enlarges          whether it enlarges the stream and counts on a norm to undo that
+        norm_on_stream    whether a norm stands on the stream itself, and not only on the branches
     """
 
     norms: tuple[str, ...] = ("attn_norm", "mlp_norm")
@@ -54,7 +46,7 @@ class Block(nn.Module):
     start = "gpt2"
     branch_init = "gpt2"
     wants_warmup = False
-    enlarges = False
+    norm_on_stream = False
 
     def __init__(self, config: ModelConfig, layer: int):
         """`layer` counts from 1 to config.n_layers."""

@@ -26,6 +26,7 @@ class PostLN(Block):
     needs_final_norm = False
     branch_init = "plain"
     wants_warmup = True
+    norm_on_stream = True
 
     def forward(self, x):
         x = self.attn_norm(x + self.attn(x))
@@ -78,7 +79,7 @@ class Parallel(Block):
 
 class TwoNorms(Block):
     """x + attn(norm(x)) + mlp(norm(x)): as `parallel`, with a norm for each branch (GPT-NeoX, Black et al. 2022,
-    arXiv 2204.06745; Pythia)."""
+    arXiv 2204.06745; Pythia). GPT-NeoX's matrices start from N(0, 2/(5 d)), its branch outputs at 2/(L sqrt(d))."""
 
     def forward(self, x):
         return x + self.attn(self.attn_norm(x)) + self.mlp(self.mlp_norm(x))
@@ -108,6 +109,7 @@ class B2T(Block):
     needs_final_norm = False
     branch_init = "plain"
     wants_warmup = True
+    norm_on_stream = True
 
     def forward(self, x):
         y = self.attn_norm(x + self.attn(x))
@@ -116,9 +118,10 @@ class B2T(Block):
 
 class Hybrid(Block):
     """y + mlp(y), y = norm(x + attn(x)): post-LN's norm before the MLP, and in attention norms of queries, keys and
-    values (Zhuo et al. 2025, arXiv 2503.04598)."""
+    values (Zhuo et al. 2025, arXiv 2503.04598, whose matrices start from N(0, 2/(5 d)))."""
 
     norms = ("attn.q_norm", "attn.k_norm", "attn.v_norm", "mlp_norm")
+    norm_on_stream = True
 
     def forward(self, x):
         y = self.mlp_norm(x + self.attn(x))

@@ -10,10 +10,11 @@ from gpt.config import ModelConfig
 
 class ResiDual(Block):
     """Two lanes, both the embedding at first: post-LN, x <- norm(x + y), y = f(x), and the sum of all branches without
-    a norm, s <- s + y. The head reads x + norm(s) (Xie et al. 2023, arXiv 2304.14802)."""
+    a norm, s <- s + y. The head reads x + norm(s) (Xie et al. 2023, arXiv 2304.14802, with Xavier's start)."""
 
     branch_init = "plain"
     wants_warmup = True
+    norm_on_stream = True
 
     def open(self, x):
         return torch.stack((x, x), dim=2)
@@ -37,7 +38,7 @@ class HyperConnections(Block):
     """Four lanes h_i, all the embedding at first. A branch reads a mix of them, x = sum_i r_i h_i, and writes into all:
     h_i <- sum_j m_ij h_j + w_i f(norm(x)). The head reads the norm of their sum (Zhu et al. 2024, arXiv 2409.19606, the
     static form). r, m and w are learned. At the start each sublayer reads the next lane, m is the unit matrix and w is
-    1, so that the model is pre-LN."""
+    1, so that the model is pre-LN. (Theirs starts the branches' last matrices sqrt(4) times smaller.)"""
 
     lanes = 4
 
@@ -45,7 +46,8 @@ class HyperConnections(Block):
         super().__init__(config, layer)
         for role, sublayer in (("attn", 2 * layer - 2), ("mlp", 2 * layer - 1)):
             # Vectors, so that they are not taken for matrices of a branch: these decay, and are trained by Muon.
-            starts = {"read": torch.eye(4)[sublayer % 4].clone(), "mix": torch.eye(4).flatten(), "write": torch.ones(4)}
+            unit = torch.eye(self.lanes)
+            starts = {"read": unit[sublayer % self.lanes].clone(), "mix": unit.flatten(), "write": unit.sum(0)}
             for name, start in starts.items():
                 setattr(self, f"{role}_{name}", nn.Parameter(start))
 
@@ -67,12 +69,14 @@ class HyperConnections(Block):
 
 def summed(x, r):
     """Lanes (B, T, n, C) and weights (n,) -> their weighted sum, (B, T, C)."""
-    return torch.einsum("n,btnc->btc", r, x)
+    with torch.autocast(x.device.type, enabled=False):  # which would round the stream to half precision
+        return torch.einsum("n,btnc->btc", r, x)
 
 
 def mixed(x, m):
     """Lanes (B, T, n, C) and weights (n * n,) -> n weighted sums of them."""
-    return torch.einsum("mn,btnc->btmc", m.view(x.size(2), -1), x)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.einsum("mn,btnc->btmc", m.view(x.size(2), -1), x)
 
 
 def written(y, w):

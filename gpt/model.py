@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt.block import Block, make_norm, pointwise
+from gpt.block import Block, make_norm
 from gpt.blocks import BLOCKS
 from gpt.config import Mistake, ModelConfig, lookup
 from gpt.layers import Embedding
@@ -32,14 +32,14 @@ class GPT(nn.Module):
         std, self.head_scale = lookup(starts, config.start, "start")
         self.token_embedding = Embedding(config.vocab_size, config.d_model, std)
         self.position_embedding = Embedding(config.context_length, config.d_model, std)
-        self.embedding_scale = None
-        if pointwise(config):
-            scale = math.sqrt(config.d_model) if config.start == "gpt2" else 1.0
-            self.embedding_scale = nn.Parameter(torch.full((1,), scale))
         block = lookup(BLOCKS, config.norm, "placement")
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(1, config.n_layers + 1))
         final = self.blocks[-1].needs_final_norm if config.final_norm is None else config.final_norm
         self.final_norm = make_norm(config) if final else nn.Identity()
+        self.embedding_scale = None
+        if any(getattr(module, "pointwise", False) for module in self.modules()):
+            scale = math.sqrt(config.d_model) if config.start == "gpt2" else 1.0
+            self.embedding_scale = nn.Parameter(torch.full((1,), scale))
 
     def forward(self, tokens):
         return self.readout(self.residual_stream(tokens))
@@ -50,10 +50,10 @@ class GPT(nn.Module):
         end = start + tokens.size(1)
         if end > self.config.context_length:
             raise Mistake(f"too many tokens ({end}). The context length is {self.config.context_length}.")
-        x = self.token_embedding(tokens) + self.position_embedding.weight[start:end]
+        x = self.token_embedding(tokens)
         if self.embedding_scale is not None:
             x = self.embedding_scale * x
-        x = cast(Block, self.blocks[0]).open(x)
+        x = cast(Block, self.blocks[0]).open(x + self.position_embedding.weight[start:end])
         for block in self.blocks:
             x = block(x)
         return x

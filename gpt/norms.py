@@ -133,22 +133,18 @@ class RMSNorm1p(RMS):
 
 
 class DyT(nn.Module):
-    """y = gamma * tanh(alpha x) + beta, alpha one learned number (Zhu et al. 2025, arXiv 2503.10622). It squashes each
-    number by itself and needs no statistics: `eps` has no effect. A small x stays small, so the model multiplies its
-    embeddings by a learned number. alpha starts at 1, and lower in rows wider than 1,024, but for attn_norm, as their
-    language models have it (without a beta)."""
+    """y = gamma * tanh(alpha x) + beta, alpha one learned number, 0.5 at the start (Zhu et al. 2025, arXiv 2503.10622).
+    It squashes each number by itself and needs no statistics: `eps` has no effect. A small x stays small, so the model
+    multiplies its token embeddings by a learned number. Their language models have no beta, and alpha starts by role
+    and width: from 1.0 in rows of 1,024 to 0.2 before attention and 0.05 elsewhere in rows of 8,192."""
 
     pointwise = True
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True):
         super().__init__()
-        self.alpha = nn.Parameter(torch.ones(1))
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-
-    def start_at(self, place: str):
-        """Start as the norm of this name in a block."""
-        nn.init.constant_(self.alpha, 1.0 if place == "attn_norm" else min(1.0, 1024 / len(self.weight)))
 
     def forward(self, x):
         y = self.weight * self.squashed(x)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt.block import Block
-from gpt.config import ModelConfig
+from gpt.config import Mistake, ModelConfig
 
 
 class DeepNorm(Block):
@@ -13,7 +13,7 @@ class DeepNorm(Block):
     (8 n_layers)^(-1/4) times as large as Xavier's (Wang et al. 2022, arXiv 2203.00555, decoder-only)."""
 
     needs_final_norm = False
-    enlarges = True
+    norm_on_stream = True
     start = "xavier"
     branch_init = "plain"
 
@@ -35,7 +35,7 @@ class Keel(Block):
 
     norms = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
     needs_final_norm = False
-    enlarges = True
+    norm_on_stream = True
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
@@ -78,8 +78,8 @@ class DepthFactor(Block):
 
 class Sandwich(Block):
     """x + s norm(f(norm(x))), s = n_layers^(-1/2): the depth-scaled sandwich (Yin et al. 2025, arXiv 2504.07866). There
-    the gains of the outer norms start at s, times 0.28 for attention and 0.43 for the MLP. Here s is a factor, so that
-    norms without a gain will do."""
+    the gains of the outer norms start at s, times 0.28 for attention and 0.43 for the MLP, the matrices from
+    N(0, 1/(2 d n_layers)), the embeddings from N(0, 1/4). Here s is a factor, so that norms without a gain will do."""
 
     norms = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
     branch_init = "plain"
@@ -95,8 +95,8 @@ class Sandwich(Block):
 
 class ReZero(Block):
     """x + s f(x), s one learned number for each block that starts at 0 (Bachlechner et al. 2020, arXiv 2003.04887):
-    every block starts as the identity. Its matrices start as Xavier's; so that embeddings start at 1 as there, and not
-    at GPT-2's 0.02, give start="fan_in"."""
+    every block starts as the identity. Its matrices start as Xavier's, as in their language model, whose embeddings
+    start larger than GPT-2's. Raises Mistake for branch_init="zero"."""
 
     norms = ()
     needs_final_norm = False
@@ -105,6 +105,8 @@ class ReZero(Block):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
+        if config.branch_init == "zero":
+            raise Mistake("rezero would stay the identity for ever (branch_init zero). Leave --branch-init out.")
         self.s = nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
@@ -130,7 +132,8 @@ class LayerScale(Block):
 
 class GPAS(Block):
     """h - silu(s) stop(h), h = x + f(norm(x)), s one learned number for each block that starts at 0: the stream is
-    scaled down, the gradient is not, since stop(h) is a constant for it (Chen et al. 2025, arXiv 2506.22049)."""
+    scaled down, the gradient is not, since stop(h) is a constant for it (Chen et al. 2025, arXiv 2506.22049, whose
+    embeddings start from N(0, 2/5))."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)

@@ -11,6 +11,7 @@ from toys import PAIRS, TOY, toy_model, toy_tokens
 
 from gpt import BLOCKS, GPT, ModelConfig
 from gpt.block import Block
+from gpt.config import Mistake
 from gpt.layers import Linear
 from gpt.loss import next_token_loss
 
@@ -160,7 +161,10 @@ def test_how_a_placement_starts(placement):
     """By itself as its source says, or as GPT-2; at the common start matrices N(0, 1/fan_in) and embeddings N(0, 1)."""
     gain = GAINS.get(placement, 1.0)
     for start, stds, embedding in (("gpt2", OWN[placement], 0.02), ("fan_in", FAN_IN, 1.0)):
-        for branch_init, factor in ((None, None), ("plain", 1.0), ("gpt2", (2 * L) ** -0.5), ("zero", 0.0)):
+        factors = {None: None, "plain": 1.0, "gpt2": (2 * L) ** -0.5, "gptj": 2 / L, "zero": 0.0}
+        for branch_init, factor in factors.items():
+            if (placement, branch_init) == ("rezero", "zero"):
+                continue
             model = GPT(ModelConfig(norm=placement, n_layers=L, d_model=D, start=start, branch_init=branch_init))
             expected = [std * factor for std, factor in zip(stds, (1, gain, gain, gain, gain))]
             if factor is not None:
@@ -176,7 +180,7 @@ def test_how_a_placement_starts(placement):
 
 def test_the_scales_that_layerscale_starts_from():
     """The table of arXiv 2103.17239: smaller for deeper models."""
-    for n_layers, scale in ((18, 0.1), (24, 1e-5), (36, 1e-6)):
+    for n_layers, scale in ((18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)):
         block = BLOCKS["layerscale"](ModelConfig(n_layers=n_layers, d_model=4), 1)
         assert torch.equal(block.mlp_scale, torch.full((4,), scale))
 
@@ -189,6 +193,33 @@ def test_hyper_connections_start_as_pre_ln():
         torch.manual_seed(0)
         logits.append(GPT(ModelConfig(**TOY, norm=placement, start="fan_in", norm_eps=1e-12)).double()(toy_tokens()))
     assert torch.allclose(*logits, atol=1e-10) and logits[0].std() > 0.1
+
+
+def test_rezero_refuses_branches_that_start_at_zero():
+    """No gradient would ever reach a branch or its number."""
+    with pytest.raises(Mistake, match=r"\(branch_init zero\).*--branch-init"):
+        GPT(ModelConfig(**TOY, norm="rezero", branch_init="zero"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("placement", ["pre", "peri", "hyper", "mhc", "resi_dual"])
+def test_autocast_does_not_round_the_stream(placement):
+    block = BLOCKS[placement](ModelConfig(**TOY, branch_init="zero"), 1)
+    x = block.open(torch.randn(2, 5, 32))
+    y = block(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.allclose(block(x), y, atol=1e-6)
+
+
+@torch.no_grad()
+def test_how_the_weights_of_lanes_start():
+    """Each sublayer reads the next lane, and all lanes get its output as it is; on the manifold about so."""
+    for placement in ("hyper", "mhc"):
+        for layer, (attn, mlp) in {1: (0, 1), 2: (2, 3), 3: (0, 1)}.items():
+            block = BLOCKS[placement](ModelConfig(**TOY), layer)
+            assert (block.attn_read.argmax().item(), block.mlp_read.argmax().item()) == (attn, mlp)
+            assert torch.equal(block.attn_write, torch.ones(4)) and torch.equal(block.mlp_write, torch.ones(4))
+            assert block.mlp_mix.view(4, 4).argmax(0).tolist() == [0, 1, 2, 3]
 
 
 @torch.no_grad()

@@ -29,7 +29,9 @@ SETTINGS |= {"adam_eps": 1e-3}  # large, or else Adam makes much of rounding whe
 # Runs by name: replicas for each kind of placement; shards for those that differ in what is sharded, and in
 # micro-batches.
 TOGETHER = {placement: {"norm": placement} for placement in KINDS}
-TOGETHER |= {f"{placement} sharded": {"norm": placement, "shard": True} for placement in ("pre", "post", "rezero")}
+TOGETHER |= {
+    f"{placement} sharded": {"norm": placement, "shard": True} for placement in ("pre", "post", "rezero", "mhc")
+}
 TOGETHER |= {"adamw sharded": {"optimizer": "adamw", "shard": True, "micro_batch_size": 2}}
 
 

@@ -58,10 +58,10 @@ def test_the_page_prints_what_it_shows():
 
 
 def test_all_of_the_page_is_there():
-    """Each fence is that of a block that is run, its output or a command; twelve questions; pictures that exist; and an
-    answer to each exercise, with an assertion."""
+    """Each fence is that of a block that is run, or its output; twelve questions; pictures that exist; and an answer to
+    each exercise, with an assertion."""
     steps, exercises, answers = re.split(r"^## Exercises$|^<details>$", PAGE, flags=re.M)
-    assert {*re.findall(r"^```(.*)$", BLOCK.sub("", PAGE), re.M)} == {"sh", ""}
+    assert not re.search(r"^```", BLOCK.sub("", PAGE), re.M)
     assert re.findall(r"^## (\d+)\. .*\?$", steps, re.M) == [str(number) for number in range(1, 13)]
     pictures = re.findall(r"!\[.+?\]\((\S+)\)", PAGE)
     assert pictures and all((ROOT / "docs" / name).is_file() for name in pictures)

@@ -71,18 +71,20 @@ def test_the_stream_starts_as_the_sum_of_both_embeddings():
 @torch.no_grad()
 @pytest.mark.parametrize("norm_layer", NORMS)
 def test_norms_that_keep_a_small_stream_small_have_a_learned_scale_before_them(norm_layer):
-    """It multiplies the sum of both embeddings, which starts 1 / sqrt(d_model) times as large at GPT-2's start."""
+    """It multiplies the token embeddings, which start 1 / sqrt(d_model) times as large at GPT-2's start. The control
+    without norms has none."""
+    assert GPT(ModelConfig(**TOY, norm="none", norm_layer=norm_layer)).embedding_scale is None
     for start, scale in (("gpt2", 32**0.5), ("fan_in", 1.0)):
-        model, tokens = GPT(ModelConfig(**TOY, norm="none", norm_layer=norm_layer, start=start)), toy_tokens(3, 7)
+        model, tokens = GPT(ModelConfig(**TOY, norm_layer=norm_layer, start=start)), toy_tokens(3, 7)
         assert ("embedding_scale" in dict(model.named_parameters())) == (norm_layer in ("dyt", "derf"))
         if model.embedding_scale is not None:
             assert model.embedding_scale.item() == pytest.approx(scale)
             model.embedding_scale.fill_(3)
         for block in model.blocks:
             block.attn.out.weight.zero_(), block.mlp.down.weight.zero_()
-        expected = model.token_embedding.weight[tokens] + model.position_embedding.weight[:7]
         factor = 1 if model.embedding_scale is None else 3
-        assert torch.allclose(model.residual_stream(tokens), factor * expected)
+        expected = factor * model.token_embedding.weight[tokens] + model.position_embedding.weight[:7]
+        assert torch.allclose(model.residual_stream(tokens), expected)
 
 
 def test_the_head_is_the_token_embedding():

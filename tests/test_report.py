@@ -39,6 +39,14 @@ def test_post_ln_without_a_warm_up_is_warned_of(warned, placement):
     assert all(placement in text and "(warmup_steps 0)" in text and "--warmup-steps 100" in text for text in texts)
 
 
+@pytest.mark.parametrize("norm_layer", ["dyt", "derf", "rmsnorm"])
+def test_a_norm_on_the_stream_that_undoes_no_scale_is_warned_of(warned, norm_layer):
+    for placement in BLOCKS:
+        texts = [text for text in warned(norm=placement, norm_layer=norm_layer) if norm_layer in text]
+        on_stream = placement in ("post", "deepnorm", "mix", "keel", "b2t", "hybrid", "resi_dual")
+        assert len(texts) == (on_stream and norm_layer != "rmsnorm") and all(placement in text for text in texts)
+
+
 def test_a_warm_up_that_does_not_end_and_an_evaluation_that_comes_late(warned):
     assert warned(warmup_steps=9) == []
     (text,) = warned(warmup_steps=10)

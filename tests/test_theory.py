@@ -344,10 +344,11 @@ def test_a_final_norm_after_post_ln_changes_nothing_at_the_start(placement):
 
 
 @pytest.mark.slow
-def test_post_ln_of_twelve_blocks_learns_no_more_than_letters_without_a_warm_up(tmp_path):
-    """Three paired seeds on tiny Shakespeare, AdamW at a constant rate of 1e-3. Without a warm-up post-LN stays at the
-    entropy of single letters, pre-LN does not, and nor does post-LN with one. It needs 300 steps of warm-up: after 100
-    of 300 steps two of three seeds were still at 3.38."""
+def test_post_ln_of_twelve_blocks_wants_a_warm_up(tmp_path):
+    """Three paired seeds on tiny Shakespeare, AdamW at a constant rate of 1e-3. Without a warm-up post-LN mostly stays
+    at the entropy of single letters: two of three seeds did, and all three with the smaller start of --branch-init
+    gpt2. Pre-LN does not, and nor does post-LN with a warm-up. It needs 300 steps: after 100 of 300 steps two of three
+    seeds were still at 3.38."""
     text = corpus.load("shakespeare", Bytes())
     train_letters, val_letters = np.split(text, [int(len(text) * 0.98)])
     p = np.bincount(train_letters, minlength=256) / len(train_letters)
@@ -362,5 +363,5 @@ def test_post_ln_of_twelve_blocks_learns_no_more_than_letters_without_a_warm_up(
             end = train.train(config, str(tmp_path / "run"), overwrite=True)
             losses.setdefault((placement, warmup_steps), []).append(end["val_loss"])
     print(f"single letters {letters:.4f}", losses)
-    assert all(loss > letters - 0.3 for loss in losses["post", 0])
-    assert max(losses["post", 300] + losses["pre", 0]) < 2.8
+    assert sorted(losses["post", 0])[1] > letters - 0.3
+    assert max(losses["post", 300] + losses["pre", 0]) < min(2.5, *losses["post", 0]) - 0.1

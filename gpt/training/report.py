@@ -108,9 +108,9 @@ def warnings(run) -> list[str]:
         texts.append(
             f"{placement} may learn nothing without a warm-up (warmup_steps 0). Give --warmup-steps 100 or more."
         )
-    if run.model.embedding_scale is not None and any(block.enlarges for block in run.model.blocks):
+    if run.model.embedding_scale is not None and any(block.norm_on_stream for block in run.model.blocks):
         layer = f"norm_layer {config.model.norm_layer}"
-        texts.append(f"{config.model.norm} learns nothing with norms that undo no scale ({layer}). Give another.")
+        texts.append(f"{config.model.norm} may learn little with norms that undo no scale ({layer}). Give another.")
     if config.eval_every > config.steps and len(run.data.val):
         steps = f"every {config.eval_every} of {config.steps} steps"
         texts.append(f"the validation loss is computed at the end only ({steps}). Lower --eval-every.")
