@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python -P` leaves i
 
 from gpt.command_line import CommandLine
 from gpt.config import Mistake, lookup
-from gpt.files import Held, read_lines
+from gpt.files import read_lines
 from gpt.screen import is_terminal, tell
 from gpt.training import jobs
 from gpt.training.entries import FLAGS
+from gpt.training.lock import Held
 from gpt.training.outcomes import Folder, default_folder
 from gpt.training.overall import Overall
 from gpt.training.plan import MOST_SEEDS, Plan, Run, read_plan

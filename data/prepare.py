@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpt.command_line import CommandLine, installed
 from gpt.config import Failure, Mistake
-from gpt.files import held
 from gpt.screen import is_terminal, tell
+from gpt.training.lock import held
 
 with installed():
     from tqdm import tqdm

@@ -100,6 +100,16 @@ def test_norms_of_each_placement(placement, n_layers):
         assert hasattr(toy_model(norm=placement, final_norm=forced).final_norm, "weight") == forced
 
 
+@pytest.mark.parametrize("placement", BLOCKS)
+def test_norms_of_one_block(placement):
+    """Of `mix` it is post-LN, of `keel` pre-LN: the norm before the head is that of the last block."""
+    final, (first, *_), _ = TABLE[placement]
+    final = {"mix": False, "keel": True}.get(placement, final)
+    model = toy_model(norm=placement, n_layers=1)
+    assert model.count_parameters("norm") == (first + 2 * final) * 32
+    assert hasattr(model.final_norm, "weight") == final
+
+
 @pytest.mark.parametrize("placement, norm_layer", PAIRS)
 def test_a_block_is_its_equation(placement, norm_layer):
     model = toy_model(norm=placement, norm_layer=norm_layer, n_layers=8)
@@ -134,6 +144,7 @@ def test_placements_start_from_the_same_draws_and_at_the_common_start_from_the_s
             scale = other[name].norm(dim=-1, keepdim=True) / pre[name].norm(dim=-1, keepdim=True)
             assert torch.allclose(pre[name] * scale, other[name], rtol=1e-5, atol=1e-8), name
             assert start == "gpt2" or placement in GAINS or torch.equal(pre[name], other[name]), name
+        assert placement != "post" or pre.keys() - other.keys() == {"final_norm.weight", "final_norm.bias"}
 
 
 def stds_of(block, d):

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from gpt.config import Mistake
-from gpt.files import append, held, read_json, read_lines, write
+from gpt.files import append, read_json, read_lines, write
+from gpt.training.lock import held
 from gpt.training.run import forget_later_lines
 
 RECORDS = [{"step": step, "text": "é\n" * step} for step in range(4)]

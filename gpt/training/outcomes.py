@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 from gpt.config import Mistake
-from gpt.files import Held, held, read_json, write
+from gpt.files import read_json, write
 from gpt.screen import tell
 from gpt.training.entries import folder_name, resolved
+from gpt.training.lock import Held, held
 from gpt.training.plan import Plan, Run
 from gpt.training.run import checkpoints, delete_run
 from gpt.training.settings import TrainConfig
@@ -113,7 +114,7 @@ class Folder:
         return step
 
     def claim(self, run: str):
-        """A context in which no other process does the run of this name. Raises gpt.files.Held if one does."""
+        """A context in which no other process does the run of this name. Raises Held if one does."""
         return held(self.path, f".{run}.lock")
 
     def claimed(self) -> list[Path]:

@@ -3,9 +3,9 @@
 import collections
 import time
 
-from gpt.screen import Progress
 from gpt.training.outcomes import Folder
 from gpt.training.plan import Plan, Run
+from gpt.training.progress import Progress
 
 
 class Overall(Progress):

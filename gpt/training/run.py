@@ -10,7 +10,8 @@ import signal
 from pathlib import Path
 
 from gpt.config import Mistake, one_of
-from gpt.files import held, read_json, read_lines, write
+from gpt.files import read_json, read_lines, write
+from gpt.training.lock import held
 
 PARTS = ("state.json", "model.safetensors", "optimizer.safetensors")  # of a checkpoint
 # What training writes into a run's folder.

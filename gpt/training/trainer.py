@@ -11,15 +11,17 @@ import numpy as np
 import torch
 
 from gpt.config import Mistake, lookup
-from gpt.files import append, courtesy, held, write
+from gpt.files import append, courtesy, write
 from gpt.loss import NextToken
 from gpt.model import GPT
-from gpt.screen import Progress, say
+from gpt.screen import say
 from gpt.study.depth import depth_profile
 from gpt.tokenizer import TOKENIZERS
 from gpt.training import checkpoint, corpus, device, distributed, optim, report
 from gpt.training.code import code_of
 from gpt.training.data import Data
+from gpt.training.lock import held
+from gpt.training.progress import Progress
 from gpt.training.run import StopRequest, forget_later_lines, new_run
 from gpt.training.settings import TrainConfig, located, weights_of
 
